@@ -1,0 +1,1 @@
+"""Operations with several implementations, one folder each; nothing here knows the framework."""

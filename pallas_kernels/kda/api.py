@@ -1,0 +1,142 @@
+"""Shapes, defaults and the choice of implementation: the only module of the folder others import."""
+
+from functools import partial
+from typing import Literal
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import choice
+from pallas_kernels.kda import reference, xla
+from pallas_kernels.kda.gate import log_decay
+from pallas_kernels.segments import segment_index
+
+Implementation = Literal["reference", "xla", "mosaic_tpu", "mosaic_gpu", "triton"]
+BUILT = ("reference", "xla")
+BEST = {"cpu": "xla", "gpu": "xla", "tpu": "xla"}
+choose = partial(choice.choose, "kda", best=BEST, built=BUILT)
+
+DENSE_FLOOR = -5.0  # the lowest log-decay for which 16-token tiles are dense products
+
+
+def unit(x_BTHK):
+    """x / sqrt(sum x^2 + 1e-6) over the last axis, in float32 or more; finite gradient at x = 0."""
+    x = x_BTHK.astype(jnp.promote_types(x_BTHK.dtype, jnp.float32))
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+
+
+def kda(
+    query,
+    key,
+    value,
+    log_decay,
+    beta,
+    *,
+    scale: float | None = None,
+    initial_state=None,
+    segment_ids=None,
+    implementation: Implementation | None = None,
+):
+    """Kimi Delta Attention over finished inputs (K3 report, eq. 1).
+
+    S <- Diag(e^g) S;  S <- S + beta k (v - S^T k)^T;  o = scale S^T q, per head.
+
+    Differentiable in query, key, value, log_decay, beta and initial_state; the final state takes a
+    cotangent. Any T >= 0, any K and V. Log-decays may be arbitrarily low.
+
+    Args:
+      query, key: [B, T, H, K] float32, bfloat16 or float64; not normalised here.
+      value: [B, T, H, V], whose dtype the output has.
+      log_decay: [B, T, H, K], nats per token, never positive; used in float32 or more.
+      beta: [B, T, H], the write strength in (0, 1); used in float32 or more.
+      scale: a factor on the output; K^-1/2 by default.
+      initial_state: [B, H, K, V], float32 or more, which each row's first segment continues; zero
+        by default.
+      segment_ids: [B, T] integers. A segment is a maximal run of one positive id, zeros skipped;
+        the state restarts at each. Id 0 is padding: output 0, state untouched.
+      implementation: a name, which runs or raises; None takes the best for the platform.
+
+    Returns:
+      (output [B, T, H, V] in value's dtype, final_state [B, H, K, V], at least float32).
+
+    Raises:
+      ValueError: an unknown implementation. AssertionError: shapes that do not fit (chex).
+    """
+    return _kda(
+        query, key, value, log_decay, beta, scale, initial_state, segment_ids, implementation, bounded=False
+    )
+
+
+def kda_gated(
+    query,
+    key,
+    value,
+    gate_logits,
+    beta_logits,
+    a_log,
+    dt_bias,
+    *,
+    lower_bound: float | None = -5.0,
+    scale: float | None = None,
+    initial_state=None,
+    segment_ids=None,
+    implementation: Implementation | None = None,
+):
+    """`kda` on raw inputs: L2-normalised query and key, sigmoid beta, log-decay from its logits.
+
+    Args:
+      query, key: [B, T, H, K], normalised here (x / sqrt(sum x^2 + 1e-6)).
+      gate_logits: [B, T, H, K]; beta_logits: [B, T, H].
+      a_log: [H]; dt_bias: [H, K]; lower_bound: as in `log_decay`. A bound of -5 or higher lets
+        every tile be a dense product.
+      The others as in `kda`, whose returns and errors these are.
+    """
+    dtype = jnp.promote_types(beta_logits.dtype, jnp.float32)
+    return _kda(
+        unit(query).astype(query.dtype),
+        unit(key).astype(key.dtype),
+        value,
+        log_decay(gate_logits, a_log, dt_bias, lower_bound),
+        jax.nn.sigmoid(beta_logits.astype(dtype)),
+        scale,
+        initial_state,
+        segment_ids,
+        implementation,
+        bounded=lower_bound is not None and lower_bound >= DENSE_FLOOR,
+    )
+
+
+def _kda(q, k, v, g, beta, scale, S, segment_ids, implementation, bounded):
+    implementation = choose(implementation)
+    if q.ndim != 4 or v.ndim != 4:
+        raise ValueError(f"kda: query {q.shape} and value {v.shape} must be [B, T, H, K] and [B, T, H, V]")
+    B, T, H, K = q.shape
+    V = v.shape[-1]
+    chex.assert_shape([k, g], (B, T, H, K))
+    chex.assert_shape(v, (B, T, H, V))
+    chex.assert_shape(beta, (B, T, H))
+    accumulate = jnp.promote_types(v.dtype, jnp.float32)
+    S = jnp.zeros((B, H, K, V), accumulate) if S is None else S
+    chex.assert_shape(S, (B, H, K, V))
+    if segment_ids is not None:
+        chex.assert_shape(segment_ids, (B, T))
+    scale = K**-0.5 if scale is None else scale
+    if 0 in (B, T, H, K, V):
+        return jnp.zeros((B, T, H, V), v.dtype), S.astype(accumulate)
+
+    index_BT = None
+    if segment_ids is not None:
+        index_BT, real_BT = segment_index(segment_ids)
+    if implementation == "reference":
+        if index_BT is None:
+            index_BT, real_BT = jnp.zeros((B, T), jnp.int32), jnp.ones((B, T), bool)
+        o, S = reference.kda(q, k, v, g, beta, S, real_BT, index_BT, scale)
+        return o.astype(v.dtype), S
+    if index_BT is None:
+        return xla.kda(q, k, v, g, beta, S, None, scale, bounded)
+    # Padding writes nothing (beta = 0), forgets nothing (g = 0) and reads nothing.
+    real = real_BT[..., None]
+    g, beta = jnp.where(real[..., None], g, 0), jnp.where(real, beta, 0)
+    o, S = xla.kda(q, k, v, g, beta, S, index_BT, scale, bounded)
+    return jnp.where(real[..., None], o, 0), S

@@ -178,13 +178,12 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
     return Mesh(np.asarray(devices).reshape(shape), MESH_AXES)
 
 
-def weight_partition(w: Weight) -> PartitionSpec:
-    """How a weight is cut: each axis by AXES, and a matrix over fsdp along its first FSDP_ORDER axis."""
+def weight_cuts(w: Weight) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes over each axis of a weight: AXES' own, and fsdp along its first FSDP_ORDER axis."""
     cuts = dict(AXES.values())
     matrix = bool(w.writes) or AXES["Y"][0] in w.names
     over_fsdp = next((name for name in FSDP_ORDER if name in w.names), None) if matrix else None
-    parts = [cuts[name] + (("fsdp",) if name == over_fsdp else ()) for name in w.names]
-    return PartitionSpec(*(part or None for part in parts))
+    return tuple(cuts[name] + (("fsdp",) if name == over_fsdp else ()) for name in w.names)
 
 
 def weight_shardings(weights: Any, mesh: Mesh) -> Any:
@@ -195,13 +194,13 @@ def weight_shardings(weights: Any, mesh: Mesh) -> Any:
     """
 
     def sharding(path, w: Weight) -> NamedSharding:
-        partition = weight_partition(w)
-        for name, size, axes in zip(w.names, w.value.shape, partition, strict=True):
-            parts = math.prod(mesh.shape[axis] for axis in axes or ())
+        cuts = weight_cuts(w)
+        for name, size, axes in zip(w.names, w.value.shape, cuts, strict=True):
+            parts = math.prod(mesh.shape[axis] for axis in axes)
             if size % parts:
                 where = jax.tree_util.keystr(path, simple=True, separator=".")
                 raise ValueError(f"{where}: axis {name}={size} does not divide over {'x'.join(axes)}={parts}")
-        return NamedSharding(mesh, partition)
+        return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in cuts)))
 
     return jax.tree_util.tree_map_with_path(sharding, weights, is_leaf=is_weight)
 

@@ -126,7 +126,7 @@ Activation = Situ | Swiglu
 
 KdaImplementation = Literal["reference", "xla", "mosaic_tpu", "mosaic_gpu", "triton"]
 AttentionImplementation = Literal["reference", "xla"]
-GroupedMatmulImplementation = Literal["reference", "xla", "mosaic_gpu"]
+GroupedMatmulImplementation = Literal["reference", "xla"]
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class DenseConfig:
 @dataclass(frozen=True)
 class Quantile:
     """Quantile Balancing (eq. 14): each bias is the quantile of its expert's margins, read off a
-    histogram of `bins`; `ema` is the weight of the past in the histogram (0: this step alone)."""
+    histogram of `bins`; `ema` is the past's weight in the quantile (0: this step alone)."""
 
     bins: int = 1000
     ema: float = 0.0
@@ -280,16 +280,16 @@ class BalanceRule(Protocol):
     see padding. The bias they lead to is used from the next step on.
     """
 
-    def local_stats(self, scores_ME: Any, biased_ME: Any, bias_E: Any, real_M: Any, active: int) -> Any:
-        """A pytree of sums over these tokens."""
+    def local_stats(self, scores_ME: Any, cutoff_M: Any, bias_E: Any, real_M: Any) -> Any:
+        """A pytree of sums over M tokens. `cutoff_M` is the best biased score not chosen."""
         ...
 
-    def update(self, bias_E: Any, stats: Any, load_E: Any, memory: Any, active: int) -> tuple[Any, Any]:
+    def update(self, bias_E: Any, stats: Any, load_E: Any, memory: Any) -> tuple[Any, Any]:
         """(the next bias, the next memory) from one step's summed statistics and loads."""
         ...
 
     def empty_memory(self, experts: int) -> Any:
-        """What the rule keeps between steps; None if nothing."""
+        """What the rule keeps between steps, a pytree of arrays; None if nothing."""
         ...
 
 
@@ -332,8 +332,6 @@ class LatentMoeConfig(MoeConfig):
 
     latent: int = field(kw_only=True)
     norm: Literal["rms", "none"] = field(default="rms", kw_only=True)
-
-    kind = "latent_moe"
 
     def __post_init__(self):
         super().__post_init__()

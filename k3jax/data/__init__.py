@@ -1,0 +1,1 @@
+"""Documents, tokens, the training stream, and the bigram baseline."""

@@ -1,0 +1,1 @@
+"""Configs are Python functions that return `k3jax.config.Config`."""

@@ -1,0 +1,126 @@
+"""K3: embedding, stack, final read and norm, head."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+
+from k3jax.axes import constant, normal, shard, stacked, weight
+from k3jax.config import ModelConfig, Plain
+from k3jax.depth import run_stack, units
+from k3jax.layers.residual import read
+from k3jax.layout import Leaf, plan, sources
+from k3jax.segments import compact, reorder
+from k3jax.state import State
+from k3jax.unit import mean_over_tokens, rms
+
+
+@struct.dataclass
+class Output:
+    """What a forward pass gives.
+
+    Attributes:
+      logits: [B, T, Y], at least float32; 0 at padding.
+      states: `State` after the last real token, or None where none was given.
+      penalty: the balancing rules' losses, summed over layers and real tokens.
+      metrics: leaf name -> "mixer" or "channel" -> name -> array with the leaf's leading axes;
+        "final" holds the last read's.
+    """
+
+    logits: jax.Array
+    states: State | None
+    penalty: jax.Array
+    metrics: Any
+
+
+class K3(nn.Module):
+    """The whole text model.
+
+    `init(key, tokens)["params"]` gives boxed `Weight`s, each knowing its axes and its optimiser;
+    everywhere else parameters are plain arrays (`flax.linen.meta.unbox`).
+    """
+
+    cfg: ModelConfig
+
+    @nn.compact
+    def __call__(self, tokens, segment_ids=None, states: State | None = None) -> Output:
+        """Next-token logits.
+
+        Args:
+          tokens: [B, T] integers below the vocabulary's size.
+          segment_ids: [B, T] integers: a segment is a maximal run of one positive id, zeros
+            skipped, and is its own document; 0 is padding. None: each row is one document.
+          states: from `K3.empty_states` or an earlier call, to go on where that one stopped; no
+            gradient flows through them.
+        """
+        cfg = self.cfg
+        sizes = dict(D=cfg.width, Y=cfg.vocabulary)
+        init = normal(cfg.init_std)
+        table_YD = weight(self, "embedding", "YD", sizes, init, "adamw", decayed=True)
+        params = {
+            leaf.name: self.param(leaf.name, _init_leaf, cfg, leaf) for group in plan(cfg) for leaf in group.leaves
+        }
+        dtype = jnp.dtype(cfg.dtype) if cfg.dtype else table_YD.dtype
+
+        order_BT, segments, last_id_B = None, None, None
+        if segment_ids is not None:
+            order_BT, segments, last_id_B = compact(segment_ids, None if states is None else states.last_id_B)
+            tokens = jnp.take_along_axis(tokens, order_BT, axis=1)
+        elif states is not None:
+            # Without ids, all tokens are of segment 1, and go on if the carried one was.
+            ones = jnp.ones(tokens.shape, jnp.int32)
+            _, segments, last_id_B = compact(ones, states.last_id_B)
+
+        x_BTD = shard(table_YD.astype(dtype)[tokens], "BTD")
+        if self.is_initializing():  # the stack's parameters are there: no need to run it
+            metrics, layers, penalty = {}, None, jnp.zeros((), jnp.float32)
+        else:
+            layer_states = None if states is None else states.layers
+            stream, layers, metrics = run_stack(cfg, params, x_BTD, layer_states, segments)
+            x_BTD, bank_SBTD, penalty = stream
+        if not isinstance(cfg.residual, Plain):
+            query_D = weight(self, "read_query", "D", sizes, constant(0.0), "adamw")
+            gain_D = weight(self, "read_norm", "D", sizes, constant(1.0), "adamw")
+            if not self.is_initializing():
+                x_BTD, mix_BTS = read(
+                    bank_SBTD, x_BTD, sources(cfg), True, query_D, gain_D, jnp.float32(cfg.norm_eps)
+                )
+                metrics["final"] = {"read_S": mean_over_tokens(mix_BTS, segments)}
+        x_BTD = rms(self, "norm", x_BTD, cfg)
+        if segments is not None:
+            x_BTD = jnp.where(segments.real_BT[..., None], x_BTD, 0)
+        if order_BT is not None:
+            x_BTD = reorder(x_BTD, jnp.argsort(order_BT, axis=1), order_BT)
+        wide = jnp.promote_types(dtype, jnp.float32)
+        if cfg.tie_embeddings:
+            head_DY = table_YD.T
+        else:
+            head_DY = weight(self, "head", "D->Y", sizes, init, "adamw", decayed=True)
+        logits = jnp.einsum("btd,dy->bty", x_BTD, head_DY.astype(dtype), preferred_element_type=wide)
+        states = None if states is None else State(last_id_B, layers)
+        return Output(shard(logits, "BTY"), states, penalty, metrics)
+
+    def empty_states(self, batch: int, dtype=jnp.float32) -> State:
+        """The states before any token, for `batch` rows; `dtype` is what activations are in."""
+        return State.empty(self.cfg, batch, dtype)
+
+
+def _init_leaf(key, cfg: ModelConfig, leaf: Leaf) -> Any:
+    """The boxed parameters of equal layers, each drawn by itself and stacked."""
+    x_BTD = jnp.zeros((1, 1, cfg.width))
+    bank_SBTD = jnp.zeros((sources(cfg), *x_BTD.shape))
+
+    def layer(key):
+        parts = units(cfg, leaf).items()
+        keys = jax.random.split(key, len(parts))
+        inputs = (x_BTD, bank_SBTD, jnp.bool_(True), jnp.int32(1), None, None)
+        return {
+            name: unit.init(k, *inputs)["params"] for k, (name, unit) in zip(keys, parts, strict=True)
+        }
+
+    for _ in leaf.repeats:
+        layer = jax.vmap(layer)
+    keys = jax.random.split(key, leaf.repeats) if leaf.repeats else key
+    return stacked(jax.jit(layer)(keys), len(leaf.repeats))  # jit drops the forward pass that init runs

@@ -1,0 +1,113 @@
+"""A module of the stack: a read of the residual stream, a norm, a mixer or channel mixer, an addition."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from k3jax.axes import constant, shard, weight
+from k3jax.config import DenseConfig, KdaConfig, MlaConfig, ModelConfig, MoeConfig, Plain
+from k3jax.layers.ffn import GLU
+from k3jax.layers.kda import KDA, KdaState
+from k3jax.layers.mla import MLA, MlaState
+from k3jax.layers.moe import MoE
+from k3jax.layers.norm import rms_norm
+from k3jax.layers.residual import read
+
+
+class Unit(nn.Module):
+    """One module of one layer. `part` is the config of a mixer or a channel mixer."""
+
+    part: Any
+    cfg: ModelConfig
+
+    @nn.compact
+    def __call__(self, partial_BTD, sources_SBTD, opens, count, state, segments):
+        """Adds the module's output to the current block's sum.
+
+        Args:
+          partial_BTD: the sum so far. sources_SBTD: finished blocks; `count` of them are there.
+          opens: whether the module opens a block: then the sum so far is already a source.
+          state: the mixer's carried state or None. segments: `Segments` or None.
+
+        Returns:
+          ((partial_BTD, penalty), (state, metrics)); the first pair is differentiable.
+        """
+        sizes = dict(D=self.cfg.width)
+        metrics = {}
+        if isinstance(self.cfg.residual, Plain):
+            x_BTD = partial_BTD
+        else:
+            query_D = weight(self, "read_query", "D", sizes, constant(0.0), "adamw")
+            gain_D = weight(self, "read_norm", "D", sizes, constant(1.0), "adamw")
+            x_BTD, mix_BTS = read(
+                sources_SBTD, partial_BTD, count, ~opens, query_D, gain_D, jnp.float32(self.cfg.norm_eps)
+            )
+            metrics["read_S"] = mean_over_tokens(mix_BTS, segments)
+        x_BTD = shard(rms(self, "norm", x_BTD, self.cfg), "BTD")
+        (y_BTD, penalty), (state, own) = self._body(x_BTD, state, segments)
+        partial_BTD = jnp.where(opens, 0, partial_BTD) + y_BTD
+        return (shard(partial_BTD, "BTD"), penalty), (state, metrics | own)
+
+    def _body(self, x_BTD, state, segments):
+        cfg, part = self.cfg, self.part
+        wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+        none = jnp.zeros((), wide)
+        match part:
+            case DenseConfig():
+                return (GLU(part.hidden, part.activation, cfg.width, cfg.init_std, name="mlp")(x_BTD), none), (None, {})
+            case MoeConfig():
+                moe = MoE(part, cfg.width, cfg.init_std, cfg.norm_eps, name="moe")
+                y_BTD, penalty, metrics = moe(x_BTD, segments)
+                return (y_BTD, penalty), (None, metrics)
+            case KdaConfig():
+                mixer = KDA(part, cfg.width, cfg.init_std, cfg.norm_eps, name="kda")
+            case MlaConfig():
+                mixer = MLA(part, cfg.width, cfg.init_std, name="mla")
+            case _:
+                mixer = Own(part, cfg.width, cfg.init_std, name=part.kind)
+        y_BTD, state, metrics = mixer(x_BTD, state, segments)
+        return (y_BTD, none), (state, metrics)
+
+
+class Own(nn.Module):
+    """A mixer of the user's own, by the protocol of `k3jax.config.Mixer`."""
+
+    part: Any
+    width: int
+    std: float
+
+    @nn.compact
+    def __call__(self, x_BTD, state, segments):
+        params = self.param("params", lambda key: self.part.init(key, self.width, self.std))
+        before = self.part.empty_state(x_BTD.shape[0], self.width, x_BTD.dtype) if state is None else state
+        y_BTD, after, metrics = self.part.apply(params, x_BTD, before, segments)
+        return y_BTD, None if state is None else after, metrics
+
+
+def empty_state(part: Any, cfg: ModelConfig, batch: int, dtype) -> Any:
+    """What a mixer of this config carries before any token."""
+    match part:
+        case KdaConfig():
+            return KdaState.empty(part, batch, dtype)
+        case MlaConfig():
+            return MlaState.empty(part, batch, dtype)
+        case _:
+            return part.empty_state(batch, cfg.width, dtype)
+
+
+def rms(module: nn.Module, name: str, x_BTD, cfg: ModelConfig):
+    """A full-width RMSNorm with a weight of its own."""
+    gain_D = weight(module, name, "D", dict(D=cfg.width), constant(1.0), "adamw")
+    return rms_norm(x_BTD, gain_D, cfg.norm_eps)
+
+
+def mean_over_tokens(x_BTS, segments):
+    """The mean over real tokens, without gradient."""
+    x_BTS = jax.lax.stop_gradient(x_BTS)
+    if segments is None:
+        return jnp.mean(x_BTS, axis=(0, 1))
+    real_BT1 = segments.real_BT[..., None]
+    total = jnp.maximum(jnp.sum(real_BT1), 1).astype(x_BTS.dtype)
+    return jnp.sum(jnp.where(real_BT1, x_BTS, 0), axis=(0, 1)) / total

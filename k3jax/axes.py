@@ -11,7 +11,8 @@ No other file names a mesh axis. One string declares a weight, and everything ab
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -45,25 +46,49 @@ MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 Rule = Literal["muon", "adamw", "balance"]
 
 
+class Init(Protocol):
+    """What a weight is drawn from: hashable, and its str is what `k3jax params` prints."""
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array: ...
+
+
 @dataclass(frozen=True)
-class Init:
-    """An initialiser that can say what it draws."""
+class Normal:
+    """N(0, std^2), whatever the fan-in."""
 
-    text: str
-    draw: Callable[..., Any]  # (key, shape, dtype) -> array
+    std: float
 
+    def __call__(self, key, shape, dtype):
+        return self.std * jax.random.normal(key, shape, dtype)
 
-def normal(std: float) -> Init:
-    return Init(f"N(0, {std:g}^2)", lambda key, shape, dtype: std * jax.random.normal(key, shape, dtype))
-
-
-def uniform(bound: float) -> Init:
-    draw = lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
-    return Init(f"U(-{bound:g}, {bound:g})", draw)
+    def __str__(self):
+        return f"N(0, {self.std:g}^2)"
 
 
-def constant(value: float) -> Init:
-    return Init(f"{value:g}", lambda key, shape, dtype: jnp.full(shape, value, dtype))
+@dataclass(frozen=True)
+class Uniform:
+    """Uniform on [-bound, bound)."""
+
+    bound: float
+
+    def __call__(self, key, shape, dtype):
+        return jax.random.uniform(key, shape, dtype, -self.bound, self.bound)
+
+    def __str__(self):
+        return f"U(-{self.bound:g}, {self.bound:g})"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One value everywhere."""
+
+    value: float
+
+    def __call__(self, key, shape, dtype):
+        return jnp.full(shape, self.value, dtype)
+
+    def __str__(self):
+        return f"{self.value:g}"
 
 
 class Weight(nn.LogicallyPartitioned):
@@ -74,7 +99,7 @@ class Weight(nn.LogicallyPartitioned):
       apart: names of the axes along which matrices stand side by side.
       rule: "muon", "adamw" or "balance" (moved by its balancing rule alone).
       decayed: whether AdamW decays it (Muon always does).
-      init: what it was drawn from, in words.
+      init: what it is drawn from.
     """
 
     reads: tuple[str, ...] = struct.field(default=(), pytree_node=False)
@@ -82,7 +107,7 @@ class Weight(nn.LogicallyPartitioned):
     apart: tuple[str, ...] = struct.field(default=(), pytree_node=False)
     rule: Rule | None = struct.field(default=None, pytree_node=False)
     decayed: bool = struct.field(default=False, pytree_node=False)
-    init: str = struct.field(default="", pytree_node=False)
+    init: Init | None = struct.field(default=None, pytree_node=False)
 
 
 def is_weight(x: object) -> bool:
@@ -135,17 +160,37 @@ def make_weight(
     if rule is None and not parsed.writes:
         raise ValueError(f"weight {spec!r} is not a matrix: name its rule, 'adamw' or 'balance'")
     shape = tuple(sizes[c] for c in parsed.letters)
-    value = init.draw(key, shape, jnp.float32)
-    return Weight(
-        value,
+    w = Weight(
+        jax.ShapeDtypeStruct(shape, jnp.float32),
         _names(parsed.letters),
         reads=_names(parsed.reads),
         writes=_names(parsed.writes),
         apart=_names(parsed.apart),
         rule=rule or "muon",
         decayed=decayed or (rule or "muon") == "muon",
-        init=init.text,
+        init=init,
     )
+    return draw(key, w)
+
+
+def draw(key: jax.Array, w: Weight, layers: tuple[int, ...] = ()) -> Weight:
+    """The weight with values: those of a box of shapes, or of `layers` of it stacked in front.
+
+    On the current mesh, each device draws its own share.
+    """
+    names = (AXES["N"][0],) * len(layers) + w.names
+    w = w.replace(names=names, value=jax.ShapeDtypeStruct((*layers, *w.value.shape), w.value.dtype))
+    if isinstance(key, jax.core.Tracer):  # inside eval_shape or jit: who calls decides where it goes
+        return w.replace(value=w.init(key, w.value.shape, w.value.dtype))
+    mesh = jax.sharding.get_mesh()
+    sharding = None if mesh.empty else weight_shardings(w, mesh)
+    return w.replace(value=_draw(w.init, w.value.shape, w.value.dtype, sharding)(key))
+
+
+@lru_cache(maxsize=None)
+def _draw(init: Init, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | None) -> Callable:
+    """One compiled draw for all weights that are alike."""
+    return jax.jit(lambda key: init(key, shape, dtype), out_shardings=sharding)
 
 
 def weight(module: nn.Module, name: str, spec: str, sizes: Mapping[str, int], init: Init, rule=None, **kw):
@@ -157,12 +202,6 @@ def project(module: nn.Module, name: str, spec: str, sizes: Mapping[str, int], i
     """x through the linear map `spec`, computed in x's dtype."""
     w = weight(module, name, spec, sizes, init, rule)
     return jnp.einsum(Spec.parse(spec).einsum(), x_BTD, w.astype(x_BTD.dtype))
-
-
-def stacked(weights: Any, layers: int) -> Any:
-    """The boxes of weights whose arrays have gained `layers` leading axes."""
-    lead = (AXES["N"][0],) * layers
-    return jax.tree.map(lambda w: w.replace(names=lead + w.names), weights, is_leaf=is_weight)
 
 
 # ---- meshes ----

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from k3jax.axes import constant, normal, shard, stacked, weight
+from k3jax.axes import Constant, Normal, draw, is_weight, shard, weight
 from k3jax.config import ModelConfig, Plain
 from k3jax.depth import run_stack, units
 from k3jax.layers.residual import read
@@ -57,7 +57,7 @@ class K3(nn.Module):
         """
         cfg = self.cfg
         sizes = dict(D=cfg.width, Y=cfg.vocabulary)
-        init = normal(cfg.init_std)
+        init = Normal(cfg.init_std)
         table_YD = weight(self, "embedding", "YD", sizes, init, "adamw", decayed=True)
         params = {
             leaf.name: self.param(leaf.name, _init_leaf, cfg, leaf) for group in plan(cfg) for leaf in group.leaves
@@ -81,8 +81,8 @@ class K3(nn.Module):
             stream, layers, metrics = run_stack(cfg, params, x_BTD, layer_states, segments)
             x_BTD, bank_SBTD, penalty = stream
         if not isinstance(cfg.residual, Plain):
-            query_D = weight(self, "read_query", "D", sizes, constant(0.0), "adamw")
-            gain_D = weight(self, "read_norm", "D", sizes, constant(1.0), "adamw")
+            query_D = weight(self, "read_query", "D", sizes, Constant(0.0), "adamw")
+            gain_D = weight(self, "read_norm", "D", sizes, Constant(1.0), "adamw")
             if not self.is_initializing():
                 x_BTD, mix_BTS = read(
                     bank_SBTD, x_BTD, sources(cfg), True, query_D, gain_D, jnp.float32(cfg.norm_eps)
@@ -108,19 +108,12 @@ class K3(nn.Module):
 
 
 def _init_leaf(key, cfg: ModelConfig, leaf: Leaf) -> Any:
-    """The boxed parameters of equal layers, each drawn by itself and stacked."""
+    """The boxed parameters of equal layers, stacked; shapes come first, then every weight is drawn."""
     x_BTD = jnp.zeros((1, 1, cfg.width))
-    bank_SBTD = jnp.zeros((sources(cfg), *x_BTD.shape))
-
-    def layer(key):
-        parts = units(cfg, leaf).items()
-        keys = jax.random.split(key, len(parts))
-        inputs = (x_BTD, bank_SBTD, jnp.bool_(True), jnp.int32(1), None, None)
-        return {
-            name: unit.init(k, *inputs)["params"] for k, (name, unit) in zip(keys, parts, strict=True)
-        }
-
-    for _ in leaf.repeats:
-        layer = jax.vmap(layer)
-    keys = jax.random.split(key, leaf.repeats) if leaf.repeats else key
-    return stacked(jax.jit(layer)(keys), len(leaf.repeats))  # jit drops the forward pass that init runs
+    inputs = (x_BTD, jnp.zeros((sources(cfg), *x_BTD.shape)), jnp.bool_(True), jnp.int32(1), None, None)
+    boxes = {
+        name: jax.eval_shape(unit.init, key, *inputs)["params"] for name, unit in units(cfg, leaf).items()
+    }
+    weights, tree = jax.tree.flatten(boxes, is_leaf=is_weight)
+    keys = jax.random.split(key, len(weights))
+    return jax.tree.unflatten(tree, [draw(k, w, leaf.repeats) for k, w in zip(keys, weights, strict=True)])

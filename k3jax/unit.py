@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from k3jax.axes import constant, shard, weight
+from k3jax.axes import Constant, shard, weight
 from k3jax.config import DenseConfig, KdaConfig, MlaConfig, ModelConfig, MoeConfig, Plain
 from k3jax.layers.ffn import GLU
 from k3jax.layers.kda import KDA, KdaState
@@ -39,8 +39,8 @@ class Unit(nn.Module):
         if isinstance(self.cfg.residual, Plain):
             x_BTD = partial_BTD
         else:
-            query_D = weight(self, "read_query", "D", sizes, constant(0.0), "adamw")
-            gain_D = weight(self, "read_norm", "D", sizes, constant(1.0), "adamw")
+            query_D = weight(self, "read_query", "D", sizes, Constant(0.0), "adamw")
+            gain_D = weight(self, "read_norm", "D", sizes, Constant(1.0), "adamw")
             x_BTD, mix_BTS = read(
                 sources_SBTD, partial_BTD, count, ~opens, query_D, gain_D, jnp.float32(self.cfg.norm_eps)
             )
@@ -99,7 +99,7 @@ def empty_state(part: Any, cfg: ModelConfig, batch: int, dtype) -> Any:
 
 def rms(module: nn.Module, name: str, x_BTD, cfg: ModelConfig):
     """A full-width RMSNorm with a weight of its own."""
-    gain_D = weight(module, name, "D", dict(D=cfg.width), constant(1.0), "adamw")
+    gain_D = weight(module, name, "D", dict(D=cfg.width), Constant(1.0), "adamw")
     return rms_norm(x_BTD, gain_D, cfg.norm_eps)
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from k3jax.axes import normal, project
+from k3jax.axes import Normal, project
 from k3jax.config import FullRank, Gate, LowRank, NoGate
 
 
@@ -13,7 +13,7 @@ def gated(module: nn.Module, gate: Gate, sizes, std: float, x_BTD, y_BTHV):
 
     y may be in a higher precision than x; the product is made in it and returned in x's dtype.
     """
-    sizes, init = dict(sizes), normal(std)
+    sizes, init = dict(sizes), Normal(std)
     match gate:
         case NoGate():
             return y_BTHV.astype(x_BTD.dtype)

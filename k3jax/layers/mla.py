@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from k3jax.axes import constant, normal, project, weight
+from k3jax.axes import Constant, Normal, project, weight
 from k3jax.config import MlaConfig, NoPE, RoPE
 from k3jax.layers.gate import gated
 from k3jax.layers.norm import rms_norm
@@ -65,7 +65,7 @@ class MLA(nn.Module):
 
         Metrics: max_logit_H, the largest logit among pairs that see each other.
         """
-        cfg, init = self.cfg, normal(self.std)
+        cfg, init = self.cfg, Normal(self.std)
         before = MlaState.empty(cfg, x_BTD.shape[0], x_BTD.dtype) if state is None else state
         sizes = dict(
             D=self.width, H=cfg.heads, K=cfg.key + cfg.shared, V=cfg.value, C=cfg.latent, A=cfg.latent + cfg.shared
@@ -74,7 +74,7 @@ class MLA(nn.Module):
 
         q_BTHK = self._queries(linear, x_BTD, sizes)
         latent_BTC, shared_BTK = jnp.split(linear("latent", "D->A", x_BTD), [cfg.latent], axis=-1)
-        latent_BTC = rms_norm(latent_BTC, weight(self, "latent_norm", "C", sizes, constant(1.0), "adamw"), INNER_EPS)
+        latent_BTC = rms_norm(latent_BTC, weight(self, "latent_norm", "C", sizes, Constant(1.0), "adamw"), INNER_EPS)
         match cfg.positions:
             case RoPE(theta):
                 position_BT = before.count_B[:, None] + jnp.arange(x_BTD.shape[1])[None]
@@ -102,7 +102,7 @@ class MLA(nn.Module):
             return linear("query", "D->[H]K", x_BTD)
         sizes = dict(sizes, R=cfg.query_rank)
         x_BTR = linear("query_down", "D->R", x_BTD, sizes)
-        x_BTR = rms_norm(x_BTR, weight(self, "query_norm", "R", sizes, constant(1.0), "adamw"), INNER_EPS)
+        x_BTR = rms_norm(x_BTR, weight(self, "query_norm", "R", sizes, Constant(1.0), "adamw"), INNER_EPS)
         return linear("query_up", "R->[H]K", x_BTR, sizes)
 
     def _remember(self, before: MlaState, latent_BTC, shared_BTK, segments) -> MlaState:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from k3jax.axes import constant, normal, project, weight
+from k3jax.axes import Constant, Normal, project, weight
 from k3jax.config import Activation, LatentMoeConfig, MoeConfig
 from k3jax.layers import balance
 from k3jax.layers.activations import glu
@@ -32,14 +32,14 @@ class MoE(nn.Module):
     @nn.compact
     def __call__(self, x_BTD, segments):
         """(y_BTD, the balancing penalty summed over tokens, metrics: load_E and the rule's stats)."""
-        cfg, init = self.cfg, normal(self.std)
+        cfg, init = self.cfg, Normal(self.std)
         sizes = dict(D=self.width, E=cfg.experts, F=cfg.hidden)
         real_BT = jnp.ones(x_BTD.shape[:2], bool) if segments is None else segments.real_BT
 
         # The router runs in float32 whatever the rest does: scores 1e-3 apart decide who is chosen.
         wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
         logits_BTE = project(self, "router", "D->E", sizes, init, x_BTD.astype(wide))
-        bias_E = weight(self, "router_bias", "E", sizes, constant(0.0), "balance")
+        bias_E = weight(self, "router_bias", "E", sizes, Constant(0.0), "balance")
         scores_BTE = jax.nn.sigmoid(logits_BTE)
         chosen_BTk, p_BTk, cutoff_BT = route(cfg, scores_BTE, bias_E)
         load_E = jnp.zeros(cfg.experts, jnp.int32).at[chosen_BTk].add(real_BT[..., None].astype(jnp.int32))
@@ -62,7 +62,7 @@ class MoE(nn.Module):
         y_BTD = u_BTL
         if isinstance(cfg, LatentMoeConfig):
             if cfg.norm == "rms":
-                gain_L = weight(self, "norm", "L", sizes, constant(1.0), "adamw")
+                gain_L = weight(self, "norm", "L", sizes, Constant(1.0), "adamw")
                 u_BTL = rms_norm(u_BTL, gain_L, self.norm_eps)
             y_BTD = project(self, "up", "L->D", sizes, init, u_BTL)
         if cfg.shared:
@@ -119,7 +119,9 @@ def dispatch_plan(chosen_Mk, experts: int, block: int):
     sorted_S = chosen_S[order_S]
     counts_E = jnp.zeros(E, jnp.int32).at[chosen_S].add(1, mode="drop")
     sizes_E = -(-counts_E // block) * block
-    shift_E = jnp.cumsum(sizes_E) - sizes_E - (jnp.cumsum(counts_E) - counts_E)
+    padding_E = sizes_E - counts_E
+    shift_E = jnp.cumsum(padding_E, dtype=jnp.int32) - padding_E
+    order_S = order_S.astype(jnp.int32)
     position_S = jnp.arange(slots, dtype=jnp.int32)
     row_S = jnp.where(sorted_S < E, position_S + shift_E[jnp.minimum(sorted_S, E - 1)], R)
     place_S = jnp.zeros(slots, jnp.int32).at[order_S].set(row_S, unique_indices=True)

@@ -1,5 +1,6 @@
 """The whole optimiser, put together from what each weight says of itself."""
 
+from collections.abc import Hashable
 from typing import Any, get_args
 
 import jax
@@ -58,7 +59,6 @@ def build(cfg: OptimConfig, weights: Any, steps: int) -> optax.GradientTransform
     Raises:
       ValueError: a leaf that `describe` refuses, by its path; fewer than one step.
     """
-    labels(cfg, weights)
     groups = per_weight(_group, weights)
     adam = lambda rule: optax.scale_by_adam(rule.b1, rule.b2, rule.eps)
     decay = optax.add_decayed_weights(cfg.weight_decay)
@@ -69,7 +69,7 @@ def build(cfg: OptimConfig, weights: Any, steps: int) -> optax.GradientTransform
         matrices = muon(cfg.matrices, jax.tree.map(keep, groups, weights))
     else:
         matrices = adam(cfg.matrices)
-    rules = {
+    rules: dict[Hashable, optax.GradientTransformation] = {
         "muon": optax.chain(matrices, decay),
         "adamw": adam(cfg.adam),
         "adamw decayed": optax.chain(adam(cfg.adam), decay),

@@ -20,7 +20,7 @@ from k3jax.axes import Weight, is_weight, weight_cuts
 
 # p(s) = a s + b s^3 + c s^5, applied five times, takes 0.003..1 to 0.68..1.20 (Jordan's choice).
 QUINTIC = (3.4445, -4.7750, 2.0315)
-# Added to a matrix's norm: a zero gradient gives a zero update, and any other is far above it.
+# Added to a matrix's norm, so that a zero gradient gives a zero update.
 EPS = 1e-8
 
 

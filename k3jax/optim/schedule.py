@@ -10,9 +10,9 @@ def learning_rate(cfg: OptimConfig, steps: int) -> optax.Schedule:
 
     With W = warmup * steps, rounded and at least 1, step i < W has (i + 1) / W of the peak: the first
     step already moves, and step W - 1 is the first at the peak. From there Cosine falls to `final` of
-    the peak at the last step, steps - 1; Wsd stays, then falls linearly over the last decay * steps.
-    Where warm-up leaves no step to fall in, the last step is at the peak. Later steps keep the last
-    rate.
+    the peak at the last step, steps - 1; Wsd stays, then falls there in a line over the last
+    decay * steps, rounded and at least 1 unless decay is 0. Where warm-up leaves no step to fall in,
+    the last step is at the peak. Later steps keep the last rate.
 
     Returns:
       A function of the step (int or scalar array) to a float32 scalar.
@@ -29,6 +29,6 @@ def learning_rate(cfg: OptimConfig, steps: int) -> optax.Schedule:
     if isinstance(schedule, Cosine):
         fall = optax.cosine_decay_schedule(peak, max(1, room), alpha=schedule.final)
         return optax.join_schedules([rise, fall], [warm - 1])
-    down = min(round(schedule.decay * steps), room)
+    down = min(max(schedule.decay > 0, round(schedule.decay * steps)), room)
     fall = optax.linear_schedule(peak, peak * schedule.final, down)
     return optax.join_schedules([rise, optax.constant_schedule(peak), fall], [warm - 1, steps - 1 - down])

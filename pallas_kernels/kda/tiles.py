@@ -1,0 +1,195 @@
+"""Inside one chunk: decays, decayed inner products of token pairs, and the triangular inverse.
+
+A chunk of C tokens is cut into R tiles of 16. i and j are tokens (a row and a column of a pair
+matrix); every array leads with [chunks, batch, heads].
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+TILE = 16  # 16 steps of a decay floored at -5 stay above -80: exp(80) fits float32 and bfloat16
+HIGHEST = jax.lax.Precision.HIGHEST
+LEAD = (None, None, None)  # chunks, batch, heads
+
+
+class Masks(NamedTuple):
+    """Which tokens of a chunk may see what, when rows hold several segments."""
+
+    pair_NB1CC: jax.Array  # i and j are of one segment
+    enter_NB1C1: jax.Array  # i continues the segment that the chunk's incoming state belongs to
+    leave_NB1C1: jax.Array  # i is of the segment that the chunk's outgoing state belongs to
+    through_NB11: jax.Array  # the chunk holds one segment only, the incoming one
+
+
+def masks(index_NBC) -> Masks:
+    """From the segment index of each token; the state before the first chunk is of segment 0."""
+    last_NB = index_NBC[:, :, -1]
+    entry_NB = jnp.concatenate([jnp.zeros_like(last_NB[:1]), last_NB[:-1]])
+    return Masks(
+        pair_NB1CC=(index_NBC[..., :, None] == index_NBC[..., None, :])[:, :, None],
+        enter_NB1C1=(index_NBC == entry_NB[..., None])[:, :, None, :, None],
+        leave_NB1C1=(index_NBC == last_NB[..., None])[:, :, None, :, None],
+        through_NB11=(last_NB == entry_NB)[..., None, None],
+    )
+
+
+class Decays(NamedTuple):
+    """Every exponential of the chunkwise form; each exponent is at most 75, most at most 0."""
+
+    enter_NBHCK: jax.Array  # from the chunk's start through i
+    leave_NBHCK: jax.Array  # from after i through the chunk's end
+    whole_NBHK: jax.Array  # the whole chunk
+    row_NBHRIK: jax.Array  # from the row tile's first token (its own decay included) to i
+    column_NBHRCK: jax.Array  # from j to the row tile's first token; 0 where j is in a later tile
+    within_NBHRIJK: jax.Array | None  # i to j inside a tile, where the dense form would overflow
+
+
+def _sums(chosen: np.ndarray, x):
+    """Sums of x's next-to-last axis: row r of the result adds the entries that chosen[r] marks."""
+    return jnp.einsum("rs,...sk->...rk", chosen.astype(x.dtype), x, precision=HIGHEST)
+
+
+def decays(g_NBHCK, bounded: bool, mask: Masks | None) -> Decays:
+    """An exponent is the sum of the very steps it spans, never a difference of running sums.
+
+    So a long or a violent past costs a later pair no accuracy, and no exponent depends on a token
+    after the row's.
+    """
+    C, tile = g_NBHCK.shape[3], min(TILE, g_NBHCK.shape[3])
+    R = C // tile
+    g = g_NBHCK.reshape(*g_NBHCK.shape[:3], R, tile, -1)
+    i, j = np.arange(tile)[:, None], np.arange(tile)[None, :]
+    in_tile = _sums(np.concatenate([j <= i, (j > 0) & (j <= i), j > i]), g)
+    to_here, after_first, to_end = jnp.split(in_tile, 3, axis=-2)
+
+    # Over whole tiles: before tile r, after tile r, and between tiles s and r with r's first step.
+    r, s = np.arange(R)[:, None], np.arange(R)[None, :]
+    none = np.zeros((R, R), bool)
+    between = (s[:, :, None] < np.arange(R)) & (np.arange(R) < r[:, :, None])
+    first = np.repeat(np.eye(R, dtype=bool), R, axis=0)
+    chosen = np.concatenate([
+        np.concatenate([s < r, none], axis=1),
+        np.concatenate([s > r, none], axis=1),
+        np.concatenate([between.reshape(R * R, R), first], axis=1),
+    ])  # fmt: skip
+    tile_and_first = jnp.concatenate([to_here[..., -1, :], g[..., 0, :]], axis=-2)
+    before, after, gap = jnp.split(_sums(chosen, tile_and_first), [R, 2 * R], axis=-2)
+    gap = gap.reshape(*gap.shape[:3], R, R, 1, -1)
+
+    flat = lambda x: x.reshape(g_NBHCK.shape)
+    enter, leave = jnp.exp(flat(to_here + before[..., None, :])), jnp.exp(flat(to_end + after[..., None, :]))
+    whole = jnp.exp(before[..., -1, :] + to_here[..., -1, -1, :])
+    if mask is not None:
+        enter = jnp.where(mask.enter_NB1C1, enter, 0)
+        leave = jnp.where(mask.leave_NB1C1, leave, 0)
+        whole = jnp.where(mask.through_NB11, whole, 0)
+
+    # In the row's own tile a column's exponent runs backwards, from 0 to 75 where the gate is
+    # bounded and to anything where it is not. The mask goes before the exp.
+    tiles = lambda x: x[(*LEAD, ..., None, None)]
+    column = jnp.where(tiles(s < r), to_end[..., None, :, :, :] + gap, -jnp.inf)
+    if bounded:
+        column = jnp.where(tiles(s == r), -after_first[..., None, :, :, :], column)
+    column = jnp.exp(column).reshape(*g.shape[:4], C, -1)
+    within = None
+    if not bounded:
+        difference = after_first[..., :, None, :] - after_first[..., None, :, :]
+        within = jnp.exp(jnp.where((i >= j)[(*LEAD, None, ..., None)], difference, -jnp.inf))
+    return Decays(enter, leave, whole, jnp.exp(after_first), column, within)
+
+
+class Pairs(NamedTuple):
+    """Decayed inner products of rows x_i with keys k_j, for x = k and x = q at once.
+
+    `x_NBHXCK` stacks the rows, X = 2 of them, on a new axis before tokens.
+    """
+
+    k_NBHCK: jax.Array
+    q_NBHCK: jax.Array
+    decay: Decays
+    dtype: jnp.dtype  # of matmul operands; accumulation is float32 or more
+
+    def _dot(self, subscripts, a, b):
+        wide = jnp.promote_types(self.dtype, jnp.float32)
+        return jnp.einsum(subscripts, a.astype(self.dtype), b.astype(self.dtype), preferred_element_type=wide)
+
+    def _tiles(self, x):
+        """[.., C, X] -> [.., R, I, X]."""
+        return x.reshape(*x.shape[:3], -1, self.decay.row_NBHRIK.shape[-2], x.shape[-1])
+
+    def _rows(self):
+        """The rows of both matrices, [.., R, 2, I, K]."""
+        return jnp.stack([self._tiles(self.k_NBHCK), self._tiles(self.q_NBHCK)], axis=-3)
+
+    def _columns(self):
+        return self.k_NBHCK[..., None, :, :] * self.decay.column_NBHRCK
+
+    def _diagonal(self, dA):
+        """[.., R, 2, I, C] -> the part of each row tile that meets its own columns, [.., R, 2, I, J]."""
+        R, tile = dA.shape[3], self.decay.row_NBHRIK.shape[-2]
+        dA = dA.reshape(*dA.shape[:6], R, tile)
+        return jnp.stack([dA[..., r, :, :, r, :] for r in range(R)], axis=3)
+
+    def scores(self):
+        """sum_k x_i k_j e^(decay from j to i), [.., C, C], for x = k and x = q.
+
+        Entries with j > i mean nothing (and are finite).
+        """
+        d, rows = self.decay, self._rows()
+        out = self._dot("...rxik,...rck->...rxic", rows * d.row_NBHRIK[..., None, :, :], self._columns())
+        R, tile = out.shape[3], out.shape[-2]
+        if d.within_NBHRIJK is not None:
+            k = self._tiles(self.k_NBHCK)[..., None, None, :, :]
+            near = jnp.sum(rows[..., :, None, :] * k * d.within_NBHRIJK[..., None, :, :, :], axis=-1)
+            here = np.eye(R, dtype=bool)[(*LEAD, slice(None), None, None, slice(None), None)]
+            out = jnp.where(here, near[..., None, :], out.reshape(*out.shape[:-1], R, tile)).reshape(out.shape)
+        out = jnp.moveaxis(out, -3, 3).reshape(*out.shape[:3], 2, R * tile, R * tile)
+        return out[..., 0, :, :], out[..., 1, :, :]
+
+    def gradients(self, dAkk_NBHCC, dAqk_NBHCC):
+        """The cotangents of `scores`, pulled back: to k as a row, to q, and to k as a column."""
+        d, rows = self.decay, self._rows()
+        dA = jnp.stack([self._tiles(dAkk_NBHCC), self._tiles(dAqk_NBHCC)], axis=-3)
+        row_factor = d.row_NBHRIK[..., None, :, :]
+        to_rows = row_factor * self._dot("...rxic,...rck->...rxik", dA, self._columns())
+        to_columns = self._dot("...rxic,...rxik->...rck", dA, rows * row_factor)
+        to_columns = jnp.sum(d.column_NBHRCK * to_columns, axis=3)
+        if d.within_NBHRIJK is not None:
+            near = self._diagonal(dA)[..., None] * d.within_NBHRIJK[..., None, :, :, :]
+            to_rows += jnp.sum(near * self._tiles(self.k_NBHCK)[..., None, None, :, :], axis=-2)
+            to_columns += jnp.sum(near * rows[..., :, None, :], axis=(-4, -3)).reshape(to_columns.shape)
+        to_k, to_q = (to_rows[..., x, :, :].reshape(self.k_NBHCK.shape) for x in range(2))
+        return to_k, to_q, to_columns
+
+
+def unit_lower_inverse(A_NBHCC):
+    """(I + A)^-1 for strictly lower triangular A: substitution in tiles of 16, then doubling.
+
+    As exact as substitution throughout, and all but 16 steps of it are matrix products. (Neumann
+    squaring of whole chunks cancels binomial coefficients: 1e-3 for equal keys.)
+    """
+    C = A_NBHCC.shape[-1]
+    size = min(TILE, C)
+    block = lambda size: np.arange(C) // size
+    inside = lambda size: (block(size)[:, None] == block(size)[None, :])[LEAD]
+    # Row i of every tile at once: tiles are independent, so their rows may be added up.
+    diagonal = jnp.where(inside(size), A_NBHCC, 0)
+    rows = diagonal.reshape(*A_NBHCC.shape[:3], C // size, size, C)
+
+    def substitute(i, inverse):
+        row = jax.lax.dynamic_index_in_dim(rows, i, axis=-2)
+        row = jnp.einsum("...rxc,...cd->...rxd", row, inverse.reshape(A_NBHCC.shape), precision=HIGHEST)
+        row = jax.lax.dynamic_index_in_dim(inverse, i, axis=-2) - row
+        return jax.lax.dynamic_update_slice_in_dim(inverse, row, i, axis=-2)
+
+    identity = jnp.broadcast_to(jnp.eye(C, dtype=A_NBHCC.dtype), A_NBHCC.shape).reshape(rows.shape)
+    inverse = jax.lax.fori_loop(0, size, substitute, identity).reshape(A_NBHCC.shape)
+    while size < C:
+        # [[P, 0], [L, Q]]^-1 = [[P^-1, 0], [-Q^-1 L P^-1, Q^-1]], for every pair of blocks at once.
+        lower = jnp.where(inside(2 * size) & ~inside(size), A_NBHCC, 0)
+        step = jnp.matmul(inverse, jnp.matmul(lower, inverse, precision=HIGHEST), precision=HIGHEST)
+        inverse, size = inverse - step, 2 * size
+    return inverse

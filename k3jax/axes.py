@@ -47,7 +47,14 @@ Rule = Literal["muon", "adamw", "balance"]
 
 
 class Init(Protocol):
-    """What a weight is drawn from: hashable, and its str is what `k3jax params` prints."""
+    """What a weight is drawn from: hashable, and its str is what `k3jax params` prints.
+
+    `elementwise` promises that entry i of a flat draw depends on the key and i alone, so that a long
+    draw begins with every shorter one.
+    """
+
+    @property
+    def elementwise(self) -> bool: ...
 
     def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array: ...
 
@@ -57,6 +64,7 @@ class Normal:
     """N(0, std^2), whatever the fan-in."""
 
     std: float
+    elementwise = True
 
     def __call__(self, key, shape, dtype):
         return self.std * jax.random.normal(key, shape, dtype)
@@ -70,6 +78,7 @@ class Uniform:
     """Uniform on [-bound, bound)."""
 
     bound: float
+    elementwise = True
 
     def __call__(self, key, shape, dtype):
         return jax.random.uniform(key, shape, dtype, -self.bound, self.bound)
@@ -83,6 +92,7 @@ class Constant:
     """One value everywhere."""
 
     value: float
+    elementwise = True
 
     def __call__(self, key, shape, dtype):
         return jnp.full(shape, self.value, dtype)
@@ -180,11 +190,18 @@ def draw(key: jax.Array, w: Weight, layers: tuple[int, ...] = ()) -> Weight:
     """
     names = (AXES["N"][0],) * len(layers) + w.names
     w = w.replace(names=names, value=jax.ShapeDtypeStruct((*layers, *w.value.shape), w.value.dtype))
+    shape, dtype = w.value.shape, w.value.dtype
     if isinstance(key, jax.core.Tracer):  # inside eval_shape or jit: who calls decides where it goes
-        return w.replace(value=w.init(key, w.value.shape, w.value.dtype))
+        return w.replace(value=w.init(key, shape, dtype))
     mesh = jax.sharding.get_mesh()
-    sharding = None if mesh.empty else weight_shardings(w, mesh)
-    return w.replace(value=_draw(w.init, w.value.shape, w.value.dtype, sharding)(key))
+    if not mesh.empty and mesh.size > 1:
+        return w.replace(value=_draw(w.init, shape, dtype, weight_shardings(w, mesh))(key))
+    if not w.init.elementwise:
+        return w.replace(value=_draw(w.init, shape, dtype, None)(key))
+    # A model has a hundred shapes; rounded up, it has a dozen draws to compile.
+    size = math.prod(shape)
+    flat = _draw(w.init, (1 << max(size - 1, 255).bit_length(),), dtype, None)(key)
+    return w.replace(value=jnp.asarray(np.asarray(flat)[:size].reshape(shape)))
 
 
 @lru_cache(maxsize=None)

@@ -1,8 +1,9 @@
 """The stack: scanned runs of layers, and a backward pass that keeps every source once.
 
-Sources of Attention Residuals are only ever added. The bank that a layer read is the final bank
-with the later entries masked, so the backward pass needs the final one alone; plain autodiff of a
-scan would keep a bank per step. What else a layer keeps is what its remat policy says.
+The stream is a bank of sums: the embedding, then one per block, the last being the current one.
+Finished sums never change, so what a layer read is the final bank with the later entries masked and
+its own sum put back; plain autodiff of a scan would keep a whole bank per step. What else a module
+keeps for the backward pass is what the remat policy says.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from k3jax.config import ModelConfig, Remat
-from k3jax.layout import Leaf, block_facts, plan, sources
+from k3jax.layout import Leaf, bank_size, block_facts, plan
 from k3jax.unit import Unit
 
 PARTS = ("mixer", "channel")
@@ -26,17 +27,28 @@ POLICIES: dict[Remat, Any] = {
 class Stream(NamedTuple):
     """What flows up the stack."""
 
-    partial_BTD: jax.Array  # the current block's sum
-    sources_SBTD: jax.Array  # finished blocks, zeros where there is none yet
+    bank_SBTD: jax.Array
     penalty: jax.Array
 
 
 class Fixed(NamedTuple):
-    """What a leaf's layers read and never change: facts and state have the leaf's leading axes."""
+    """What a leaf's layers read and never change, with the leaf's leading axes."""
 
     opens: Any
-    count: Any
+    slot: Any
     state: Any
+
+    def of(self, part: str):
+        """(opens, slot, state) of a module of one layer."""
+        at = PARTS.index(part)
+        return self.opens[at], self.slot[at], self.state if part == "mixer" else None
+
+
+class Recipe(NamedTuple):
+    """A pullback without its arrays: each is either an input of the unit or a saved residual."""
+
+    tree: Any
+    places: tuple[tuple[bool, int], ...]  # (is an input, index into inputs or saved)
 
 
 @jax.tree_util.register_static
@@ -45,13 +57,6 @@ class Recipes(dict):
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
-
-
-class Recipe(NamedTuple):
-    """A pullback without its arrays: each is either an input of the unit or a saved residual."""
-
-    tree: Any
-    places: tuple[tuple[bool, int], ...]  # (is an input, index into inputs or saved)
 
 
 def units(cfg: ModelConfig, leaf: Leaf) -> dict[str, Unit]:
@@ -70,15 +75,14 @@ def run_stack(cfg: ModelConfig, params, embedded_BTD, states, segments):
     Returns:
       (Stream after the last layer, states or None, metrics by leaf and part, leading axes kept).
     """
-    groups = plan(cfg)
     fixed = {}
-    for group in groups:
+    for group in plan(cfg):
         for leaf in group.leaves:
             facts = block_facts(cfg, leaf)
             state = None if states is None else jax.lax.stop_gradient(states[leaf.name])
-            fixed[leaf.name] = Fixed(jnp.asarray(facts.opens), jnp.asarray(facts.count), state)
-    stream, (states, metrics) = _stack(cfg, params, embedded_BTD, fixed, segments)
-    return stream, states, metrics
+            fixed[leaf.name] = Fixed(jnp.asarray(facts.opens), jnp.asarray(facts.slot), state)
+    stream, (states_after, metrics) = _stack(cfg, params, embedded_BTD, fixed, segments)
+    return stream, None if states is None else states_after, metrics
 
 
 def _loop(times: int, body: Callable, carry, xs, reverse=False):
@@ -104,23 +108,23 @@ def _walk(cfg: ModelConfig, layer: Callable, carry, xs, reverse=False):
     return carry, results
 
 
-def _open(stream: Stream, opens, count) -> Stream:
-    """Where a module opens a block, the sum so far becomes the newest source."""
-    bank = stream.sources_SBTD
-    if bank.shape[0] == 0:
-        return stream
-    slot = jnp.maximum(count - 1, 0)
-    newest = jnp.where(opens, stream.partial_BTD, jax.lax.dynamic_index_in_dim(bank, slot, 0, keepdims=False))
-    return stream._replace(sources_SBTD=jax.lax.dynamic_update_index_in_dim(bank, newest, slot, 0))
-
-
 def _start(cfg: ModelConfig, embedded_BTD) -> Stream:
-    bank = jnp.zeros((sources(cfg), *embedded_BTD.shape), embedded_BTD.dtype)
-    return Stream(embedded_BTD, bank, jnp.zeros((), jnp.promote_types(embedded_BTD.dtype, jnp.float32)))
+    bank = jnp.zeros((bank_size(cfg), *embedded_BTD.shape), embedded_BTD.dtype).at[0].set(embedded_BTD)
+    return Stream(bank, jnp.zeros((), jnp.promote_types(embedded_BTD.dtype, jnp.float32)))
 
 
-def _state_of(part: str, fixed: Fixed):
-    return fixed.state if part == "mixer" else None
+def _put(bank_SBTD, x_BTD, slot):
+    return jax.lax.dynamic_update_index_in_dim(bank_SBTD, x_BTD.astype(bank_SBTD.dtype), slot, 0)
+
+
+def _get(bank_SBTD, slot):
+    return jax.lax.dynamic_index_in_dim(bank_SBTD, slot, 0, keepdims=False)
+
+
+def _add(stream: Stream, opens, slot, y_BTD, penalty) -> Stream:
+    """Adds a module's output to the current sum, which starts here if the module opens a block."""
+    before = jnp.where(opens, 0, _get(stream.bank_SBTD, slot))
+    return Stream(_put(stream.bank_SBTD, before + y_BTD, slot), stream.penalty + penalty)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -128,26 +132,22 @@ def _stack(cfg, params, embedded_BTD, fixed, segments):
     def layer(leaf, stream, x):
         params, fixed = x
         ys = {}
-        for at, part in enumerate(PARTS):
-            opens, count = fixed.opens[at], fixed.count[at]
-            stream = _open(stream, opens, count)
-            (partial_BTD, penalty), ys[part] = units(cfg, leaf)[part].apply(
-                {"params": params[part]}, stream.partial_BTD, stream.sources_SBTD, opens, count,
-                _state_of(part, fixed), segments,
-            )  # fmt: skip
-            stream = Stream(partial_BTD, stream.sources_SBTD, stream.penalty + penalty)
+        for part in PARTS:
+            opens, slot, state = fixed.of(part)
+            unit = units(cfg, leaf)[part]
+            out, ys[part] = unit.apply({"params": params[part]}, stream.bank_SBTD, opens, slot, state, segments)
+            stream = _add(stream, opens, slot, *out)
         return stream, ys
 
     xs = {name: (params[name], fixed[name]) for name in fixed}
     stream, ys = _walk(cfg, layer, _start(cfg, embedded_BTD), xs)
-    return stream, _outcome(ys)
+    return stream, _sorted_out(ys)
 
 
-def _outcome(ys):
-    """(states by leaf or None, metrics by leaf and part) from what each unit returned."""
+def _sorted_out(ys):
+    """(states by leaf, metrics by leaf and part) from what each unit returned."""
     states = {name: y["mixer"][0] for name, y in ys.items()}
-    metrics = {name: {part: y[part][1] for part in PARTS} for name, y in ys.items()}
-    return None if all(state is None for state in states.values()) else states, metrics
+    return states, {name: {part: y[part][1] for part in PARTS} for name, y in ys.items()}
 
 
 def _stack_forward(cfg, params, embedded_BTD, fixed, segments):
@@ -156,29 +156,26 @@ def _stack_forward(cfg, params, embedded_BTD, fixed, segments):
     def layer(leaf, stream, x):
         params, fixed = x
         ys, saved = {}, {}
-        for at, part in enumerate(PARTS):
-            opens, count = fixed.opens[at], fixed.count[at]
-            stream = _open(stream, opens, count)
-            state = _state_of(part, fixed)
+        for part in PARTS:
+            opens, slot, state = rest = fixed.of(part)
 
-            def unit(params, partial_BTD, bank, leaf=leaf, part=part, rest=(opens, count, state, segments)):
-                return units(cfg, leaf)[part].apply({"params": params}, partial_BTD, bank, *rest)
+            def run(params, bank_SBTD, unit=units(cfg, leaf)[part], rest=(*rest, segments)):
+                return unit.apply({"params": params}, bank_SBTD, *rest)
 
             if cfg.remat != "none":
-                unit = jax.checkpoint(unit, policy=POLICIES[cfg.remat])
-            given = (params[part], stream.partial_BTD, stream.sources_SBTD)
-            (partial_BTD, penalty), pull, ys[part] = jax.vjp(unit, *given, has_aux=True)
-            inputs = (*given, opens, count, state, segments)
-            recipes[leaf.name, part], saved[part] = _take_apart(pull, inputs)
-            saved[part].append(stream.partial_BTD)
-            stream = Stream(partial_BTD, stream.sources_SBTD, stream.penalty + penalty)
+                run = jax.checkpoint(run, policy=POLICIES[cfg.remat])
+            out, pull, ys[part] = jax.vjp(run, params[part], stream.bank_SBTD, has_aux=True)
+            inputs = (params[part], stream.bank_SBTD, opens, slot, state, segments)
+            recipes[leaf.name, part], residuals = _take_apart(pull, inputs)
+            saved[part] = (_get(stream.bank_SBTD, slot), residuals)
+            stream = _add(stream, opens, slot, *out)
         return stream, (ys, saved)
 
     xs = {name: (params[name], fixed[name]) for name in fixed}
     stream, results = _walk(cfg, layer, _start(cfg, embedded_BTD), xs)
     ys = {name: y for name, (y, _) in results.items()}
     saved = {name: s for name, (_, s) in results.items()}
-    return (stream, _outcome(ys)), (params, fixed, segments, stream.sources_SBTD, saved, recipes)
+    return (stream, _sorted_out(ys)), (params, fixed, segments, stream.bank_SBTD, saved, recipes)
 
 
 def _take_apart(pull, inputs) -> tuple[Recipe, list]:
@@ -203,32 +200,27 @@ def _put_together(recipe: Recipe, inputs, saved):
 
 def _stack_backward(cfg, residuals, cotangents):
     params, fixed, segments, bank_SBTD, saved, recipes = residuals
-    d_stream, _ = cotangents
-    d_penalty = d_stream.penalty
+    (d_bank_SBTD, d_penalty), _ = cotangents
 
     def layer(leaf, carry, x):
-        d_partial, d_bank = carry
+        bank, d_bank = carry
         params, fixed, saved = x
         d_params = {}
-        for at, part in reversed(list(enumerate(PARTS))):
-            opens, count = fixed.opens[at], fixed.count[at]
-            *rest, partial_BTD = saved[part]
-            inputs = (params[part], partial_BTD, bank_SBTD, opens, count, _state_of(part, fixed), segments)
-            pull = _put_together(recipes[leaf.name, part], inputs, rest)
-            d_params[part], d_partial, d_read = pull((d_partial, d_penalty))
-            if bank_SBTD.shape[0]:
-                d_bank = d_bank + d_read.astype(d_bank.dtype)
-                slot = jnp.maximum(count - 1, 0)
-                d_newest = jax.lax.dynamic_index_in_dim(d_bank, slot, 0, keepdims=False)
-                d_partial = d_partial + jnp.where(opens, d_newest, 0).astype(d_partial.dtype)
-        return (d_partial, d_bank), d_params
+        for part in reversed(PARTS):
+            opens, slot, state = fixed.of(part)
+            sum_before, rest = saved[part]
+            bank = _put(bank, sum_before, slot)  # later entries are masked, earlier ones final
+            pull = _put_together(recipes[leaf.name, part], (params[part], bank, opens, slot, state, segments), rest)
+            d_sum = _get(d_bank, slot)
+            d_params[part], d_read = pull((d_sum.astype(bank.dtype), d_penalty))
+            d_bank = _put(d_bank, jnp.where(opens, 0, d_sum), slot) + d_read.astype(d_bank.dtype)
+        return (bank, d_bank), d_params
 
-    # Many reads add to one source's gradient: the sum is kept in float32 or more.
+    # Many reads add to one source's gradient: the sums are kept in float32 or more.
     wide = jnp.promote_types(bank_SBTD.dtype, jnp.float32)
-    start = (d_stream.partial_BTD, d_stream.sources_SBTD.astype(wide))
     xs = {name: (params[name], fixed[name], saved[name]) for name in fixed}
-    (d_embedded, _), d_params = _walk(cfg, layer, start, xs, reverse=True)
-    return d_params, d_embedded, None, None
+    (_, d_bank), d_params = _walk(cfg, layer, (bank_SBTD, d_bank_SBTD.astype(wide)), xs, reverse=True)
+    return d_params, d_bank[0].astype(bank_SBTD.dtype), None, None
 
 
 _stack.defvjp(_stack_forward, _stack_backward)

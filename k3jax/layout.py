@@ -119,19 +119,19 @@ class BlockFacts:
 
     Attributes:
       opens: whether the module opens a block.
-      count: how many sources are finished when it reads (its own opening included).
+      slot: which entry of the bank is the sum it adds to.
     """
 
     opens: np.ndarray
-    count: np.ndarray
+    slot: np.ndarray
 
 
 def block_facts(cfg: ModelConfig, leaf: Leaf) -> BlockFacts:
     opened = np.array(opens(cfg))
-    count = np.cumsum(opened.reshape(-1), dtype=np.int32).reshape(opened.shape)
-    return BlockFacts(opened[leaf.layers], count[leaf.layers])
+    slot = np.cumsum(opened.reshape(-1), dtype=np.int32).reshape(opened.shape)
+    return BlockFacts(opened[leaf.layers], slot[leaf.layers])
 
 
-def sources(cfg: ModelConfig) -> int:
-    """How many sources the whole stack makes, the embedding included and the last sum not."""
-    return int(np.sum(opens(cfg)))
+def bank_size(cfg: ModelConfig) -> int:
+    """How many sums the stack makes: the embedding, then one per block. Plain residuals have one."""
+    return 1 + int(np.sum(opens(cfg)))

@@ -11,7 +11,7 @@ from k3jax.axes import Constant, Normal, draw, is_weight, shard, weight
 from k3jax.config import ModelConfig, Plain
 from k3jax.depth import run_stack, units
 from k3jax.layers.residual import read
-from k3jax.layout import Leaf, plan, sources
+from k3jax.layout import Leaf, bank_size, plan
 from k3jax.segments import compact, reorder
 from k3jax.state import State
 from k3jax.unit import mean_over_tokens, rms
@@ -79,15 +79,14 @@ class K3(nn.Module):
         else:
             layer_states = None if states is None else states.layers
             stream, layers, metrics = run_stack(cfg, params, x_BTD, layer_states, segments)
-            x_BTD, bank_SBTD, penalty = stream
+            bank_SBTD, penalty = stream
+            x_BTD = bank_SBTD[-1]
         if not isinstance(cfg.residual, Plain):
             query_D = weight(self, "read_query", "D", sizes, Constant(0.0), "adamw")
             gain_D = weight(self, "read_norm", "D", sizes, Constant(1.0), "adamw")
             if not self.is_initializing():
-                x_BTD, mix_BTS = read(
-                    bank_SBTD, x_BTD, sources(cfg), True, query_D, gain_D, jnp.float32(cfg.norm_eps)
-                )
-                metrics["final"] = {"read_S": mean_over_tokens(mix_BTS, segments)}
+                x_BTD, mix_SBT = read(bank_SBTD, query_D, gain_D, bank_size(cfg), cfg.norm_eps)
+                metrics["final"] = {"read_S": mean_over_tokens(mix_SBT, segments)}
         x_BTD = rms(self, "norm", x_BTD, cfg)
         if segments is not None:
             x_BTD = jnp.where(segments.real_BT[..., None], x_BTD, 0)
@@ -109,8 +108,7 @@ class K3(nn.Module):
 
 def _init_leaf(key, cfg: ModelConfig, leaf: Leaf) -> Any:
     """The boxed parameters of equal layers, stacked; shapes come first, then every weight is drawn."""
-    x_BTD = jnp.zeros((1, 1, cfg.width))
-    inputs = (x_BTD, jnp.zeros((sources(cfg), *x_BTD.shape)), jnp.bool_(True), jnp.int32(1), None, None)
+    inputs = (jnp.zeros((bank_size(cfg), 1, 1, cfg.width)), jnp.bool_(True), jnp.int32(1), None, None)
     boxes = {
         name: jax.eval_shape(unit.init, key, *inputs)["params"] for name, unit in units(cfg, leaf).items()
     }

@@ -23,32 +23,30 @@ class Unit(nn.Module):
     cfg: ModelConfig
 
     @nn.compact
-    def __call__(self, partial_BTD, sources_SBTD, opens, count, state, segments):
-        """Adds the module's output to the current block's sum.
+    def __call__(self, bank_SBTD, opens, slot, state, segments):
+        """The module's output, to be added to the sum in `slot`.
 
         Args:
-          partial_BTD: the sum so far. sources_SBTD: finished blocks; `count` of them are there.
-          opens: whether the module opens a block: then the sum so far is already a source.
+          bank_SBTD: the embedding and the blocks' sums; `slot` is the current block's.
+          opens: whether the module opens that block, whose sum then does not exist yet.
           state: the mixer's carried state or None. segments: `Segments` or None.
 
         Returns:
-          ((partial_BTD, penalty), (state, metrics)); the first pair is differentiable.
+          ((y_BTD, penalty), (state, metrics)); the first pair is differentiable.
         """
-        sizes = dict(D=self.cfg.width)
         metrics = {}
         if isinstance(self.cfg.residual, Plain):
-            x_BTD = partial_BTD
+            x_BTD = bank_SBTD[0]
         else:
+            sizes = dict(D=self.cfg.width)
             query_D = weight(self, "read_query", "D", sizes, Constant(0.0), "adamw")
             gain_D = weight(self, "read_norm", "D", sizes, Constant(1.0), "adamw")
-            x_BTD, mix_BTS = read(
-                sources_SBTD, partial_BTD, count, ~opens, query_D, gain_D, jnp.float32(self.cfg.norm_eps)
-            )
-            metrics["read_S"] = mean_over_tokens(mix_BTS, segments)
+            count = slot + jnp.where(opens, 0, 1)
+            x_BTD, mix_SBT = read(bank_SBTD, query_D, gain_D, count, self.cfg.norm_eps)
+            metrics["read_S"] = mean_over_tokens(mix_SBT, segments)
         x_BTD = shard(rms(self, "norm", x_BTD, self.cfg), "BTD")
         (y_BTD, penalty), (state, own) = self._body(x_BTD, state, segments)
-        partial_BTD = jnp.where(opens, 0, partial_BTD) + y_BTD
-        return (shard(partial_BTD, "BTD"), penalty), (state, metrics | own)
+        return (shard(y_BTD, "BTD"), penalty), (state, metrics | own)
 
     def _body(self, x_BTD, state, segments):
         cfg, part = self.cfg, self.part
@@ -103,11 +101,10 @@ def rms(module: nn.Module, name: str, x_BTD, cfg: ModelConfig):
     return rms_norm(x_BTD, gain_D, cfg.norm_eps)
 
 
-def mean_over_tokens(x_BTS, segments):
+def mean_over_tokens(x_SBT, segments):
     """The mean over real tokens, without gradient."""
-    x_BTS = jax.lax.stop_gradient(x_BTS)
+    x_SBT = jax.lax.stop_gradient(x_SBT)
     if segments is None:
-        return jnp.mean(x_BTS, axis=(0, 1))
-    real_BT1 = segments.real_BT[..., None]
-    total = jnp.maximum(jnp.sum(real_BT1), 1).astype(x_BTS.dtype)
-    return jnp.sum(jnp.where(real_BT1, x_BTS, 0), axis=(0, 1)) / total
+        return jnp.mean(x_SBT, axis=(1, 2))
+    total = jnp.maximum(jnp.sum(segments.real_BT), 1).astype(x_SBT.dtype)
+    return jnp.sum(jnp.where(segments.real_BT[None], x_SBT, 0), axis=(1, 2)) / total

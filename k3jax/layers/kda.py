@@ -42,6 +42,7 @@ class StepBias:
 
     low: float = 1e-3
     high: float = 0.1
+    elementwise = True
 
     def __call__(self, key, shape, dtype):
         log_step = jax.random.uniform(key, shape, dtype, math.log(self.low), math.log(self.high))
@@ -57,6 +58,7 @@ class LogUniformRate:
 
     low: float = 1.0
     high: float = 16.0
+    elementwise = True
 
     def __call__(self, key, shape, dtype):
         return jnp.log(jax.random.uniform(key, shape, dtype, self.low, self.high))

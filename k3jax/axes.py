@@ -11,7 +11,7 @@ No other file names a mesh axis. One string declares a weight, and everything ab
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, Literal, Protocol
 
 import jax
@@ -183,13 +183,14 @@ def make_weight(
     return draw(key, w)
 
 
-def draw(key: jax.Array, w: Weight, layers: tuple[int, ...] = ()) -> Weight:
-    """The weight with values: those of a box of shapes, or of `layers` of it stacked in front.
-
-    On the current mesh, each device draws its own share.
-    """
+def stacked(w: Weight, layers: tuple[int, ...]) -> Weight:
+    """The box of shapes of `layers` such weights, stacked in front."""
     names = (AXES["N"][0],) * len(layers) + w.names
-    w = w.replace(names=names, value=jax.ShapeDtypeStruct((*layers, *w.value.shape), w.value.dtype))
+    return w.replace(names=names, value=jax.ShapeDtypeStruct((*layers, *w.value.shape), w.value.dtype))
+
+
+def draw(key: jax.Array, w: Weight) -> Weight:
+    """A box of shapes with values drawn; on the current mesh, each device draws its own share."""
     shape, dtype = w.value.shape, w.value.dtype
     if isinstance(key, jax.core.Tracer):  # inside eval_shape or jit: who calls decides where it goes
         return w.replace(value=w.init(key, shape, dtype))
@@ -204,7 +205,7 @@ def draw(key: jax.Array, w: Weight, layers: tuple[int, ...] = ()) -> Weight:
     return w.replace(value=jnp.asarray(np.asarray(flat)[:size].reshape(shape)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _draw(init: Init, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | None) -> Callable:
     """One compiled draw for all weights that are alike."""
     return jax.jit(lambda key: init(key, shape, dtype), out_shardings=sharding)

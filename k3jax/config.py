@@ -200,8 +200,8 @@ class Mixer(Protocol):
         """Parameters from a jax.random key."""
         ...
 
-    def apply(self, params: Any, x_BTD: Any, state: Any, segments: Any) -> tuple[Any, Any, dict]:
-        """(y_BTD, the state after the last real token, metrics). See `k3jax.segments`."""
+    def apply(self, params: Any, x_BTD: Any, state: Any, segments: Any) -> tuple[Any, Any, Any]:
+        """(y_BTD, the state after the last real token, a `k3jax.report.Report`). See `k3jax.segments`."""
         ...
 
     def empty_state(self, batch: int, width: int, dtype: Any) -> Any:
@@ -376,8 +376,8 @@ class FullAttnRes:
 Residual = Plain | BlockAttnRes | FullAttnRes
 
 # What the forward pass keeps for the backward one, beside each module's input: everything, the
-# outputs of matrix products, the module's own output, or nothing (recompute the module).
-Remat = Literal["none", "products", "outputs", "module"]
+# outputs of matrix products, those of the sequence ops alone, or nothing.
+Remat = Literal["none", "products", "ops", "module"]
 Dtype = Literal["float32", "bfloat16", "float64"]
 
 
@@ -406,7 +406,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     init_std: float = 0.02
     dtype: Dtype | None = None
-    remat: Remat = "module"
+    remat: Remat = "ops"
 
     def __post_init__(self):
         _positive(self, "width", "vocabulary", "depth")

@@ -20,6 +20,7 @@ from k3jax.unit import Unit
 PARTS = ("mixer", "channel")
 POLICIES: dict[Remat, Any] = {
     "products": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "ops": jax.checkpoint_policies.save_only_these_names("op"),
     "module": None,
 }
 
@@ -73,7 +74,7 @@ def run_stack(cfg: ModelConfig, params, embedded_BTD, states, segments):
         None; no gradient flows through them. segments: `Segments` or None.
 
     Returns:
-      (Stream after the last layer, states or None, metrics by leaf and part, leading axes kept).
+      (Stream after the last layer, states or None, Reports by leaf and part, leading axes kept).
     """
     fixed = {}
     for group in plan(cfg):
@@ -81,8 +82,8 @@ def run_stack(cfg: ModelConfig, params, embedded_BTD, states, segments):
             facts = block_facts(cfg, leaf)
             state = None if states is None else jax.lax.stop_gradient(states[leaf.name])
             fixed[leaf.name] = Fixed(jnp.asarray(facts.opens), jnp.asarray(facts.slot), state)
-    stream, (states_after, metrics) = _stack(cfg, params, embedded_BTD, fixed, segments)
-    return stream, None if states is None else states_after, metrics
+    stream, (states_after, reports) = _stack(cfg, params, embedded_BTD, fixed, segments)
+    return stream, None if states is None else states_after, reports
 
 
 def _loop(times: int, body: Callable, carry, xs, reverse=False):
@@ -135,7 +136,9 @@ def _stack(cfg, params, embedded_BTD, fixed, segments):
         for part in PARTS:
             opens, slot, state = fixed.of(part)
             unit = units(cfg, leaf)[part]
-            out, ys[part] = unit.apply({"params": params[part]}, stream.bank_SBTD, opens, slot, state, segments)
+            out, ys[part] = unit.apply(
+                {"params": params[part]}, stream.bank_SBTD, opens, slot, state, segments
+            )
             stream = _add(stream, opens, slot, *out)
         return stream, ys
 
@@ -145,7 +148,7 @@ def _stack(cfg, params, embedded_BTD, fixed, segments):
 
 
 def _sorted_out(ys):
-    """(states by leaf, metrics by leaf and part) from what each unit returned."""
+    """(states by leaf, Reports by leaf and part) from what each unit returned."""
     states = {name: y["mixer"][0] for name, y in ys.items()}
     return states, {name: {part: y[part][1] for part in PARTS} for name, y in ys.items()}
 
@@ -157,9 +160,10 @@ def _stack_forward(cfg, params, embedded_BTD, fixed, segments):
         params, fixed = x
         ys, saved = {}, {}
         for part in PARTS:
-            opens, slot, state = rest = fixed.of(part)
+            opens, slot, state = fixed.of(part)
+            unit = units(cfg, leaf)[part]
 
-            def run(params, bank_SBTD, unit=units(cfg, leaf)[part], rest=(*rest, segments)):
+            def run(params, bank_SBTD, unit=unit, rest=(opens, slot, state, segments)):
                 return unit.apply({"params": params}, bank_SBTD, *rest)
 
             if cfg.remat != "none":
@@ -210,7 +214,9 @@ def _stack_backward(cfg, residuals, cotangents):
             opens, slot, state = fixed.of(part)
             sum_before, rest = saved[part]
             bank = _put(bank, sum_before, slot)  # later entries are masked, earlier ones final
-            pull = _put_together(recipes[leaf.name, part], (params[part], bank, opens, slot, state, segments), rest)
+            pull = _put_together(
+                recipes[leaf.name, part], (params[part], bank, opens, slot, state, segments), rest
+            )
             d_sum = _get(d_bank, slot)
             d_params[part], d_read = pull((d_sum.astype(bank.dtype), d_penalty))
             d_bank = _put(d_bank, jnp.where(opens, 0, d_sum), slot) + d_read.astype(d_bank.dtype)

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from k3jax.axes import Constant, Normal, draw, is_weight, shard, weight
+from k3jax.axes import Constant, Normal, draw, is_weight, shard, stacked, weight
 from k3jax.config import ModelConfig, Plain
 from k3jax.depth import run_stack, units
 from k3jax.layers.residual import read
 from k3jax.layout import Leaf, bank_size, plan
+from k3jax.report import Report
 from k3jax.segments import compact, reorder
 from k3jax.state import State
 from k3jax.unit import mean_over_tokens, rms
@@ -25,14 +26,14 @@ class Output:
       logits: [B, T, Y], at least float32; 0 at padding.
       states: `State` after the last real token, or None where none was given.
       penalty: the balancing rules' losses, summed over layers and real tokens.
-      metrics: leaf name -> "mixer" or "channel" -> name -> array with the leaf's leading axes;
-        "final" holds the last read's.
+      reports: leaf name -> "mixer" or "channel" -> `Report`, arrays with the leaf's leading axes;
+        "final" -> that of the last read.
     """
 
     logits: jax.Array
     states: State | None
     penalty: jax.Array
-    metrics: Any
+    reports: Any
 
 
 class K3(nn.Module):
@@ -60,7 +61,9 @@ class K3(nn.Module):
         init = Normal(cfg.init_std)
         table_YD = weight(self, "embedding", "YD", sizes, init, "adamw", decayed=True)
         params = {
-            leaf.name: self.param(leaf.name, _init_leaf, cfg, leaf) for group in plan(cfg) for leaf in group.leaves
+            leaf.name: self.param(leaf.name, _init_leaf, cfg, leaf)
+            for group in plan(cfg)
+            for leaf in group.leaves
         }
         dtype = jnp.dtype(cfg.dtype) if cfg.dtype else table_YD.dtype
 
@@ -75,10 +78,10 @@ class K3(nn.Module):
 
         x_BTD = shard(table_YD.astype(dtype)[tokens], "BTD")
         if self.is_initializing():  # the stack's parameters are there: no need to run it
-            metrics, layers, penalty = {}, None, jnp.zeros((), jnp.float32)
+            reports, layers, penalty = {}, None, jnp.zeros((), jnp.float32)
         else:
             layer_states = None if states is None else states.layers
-            stream, layers, metrics = run_stack(cfg, params, x_BTD, layer_states, segments)
+            stream, layers, reports = run_stack(cfg, params, x_BTD, layer_states, segments)
             bank_SBTD, penalty = stream
             x_BTD = bank_SBTD[-1]
         if not isinstance(cfg.residual, Plain):
@@ -86,7 +89,7 @@ class K3(nn.Module):
             gain_D = weight(self, "read_norm", "D", sizes, Constant(1.0), "adamw")
             if not self.is_initializing():
                 x_BTD, mix_SBT = read(bank_SBTD, query_D, gain_D, bank_size(cfg), cfg.norm_eps)
-                metrics["final"] = {"read_S": mean_over_tokens(mix_SBT, segments)}
+                reports["final"] = Report(means={"read_S": mean_over_tokens(mix_SBT, segments)})
         x_BTD = rms(self, "norm", x_BTD, cfg)
         if segments is not None:
             x_BTD = jnp.where(segments.real_BT[..., None], x_BTD, 0)
@@ -99,7 +102,7 @@ class K3(nn.Module):
             head_DY = weight(self, "head", "D->Y", sizes, init, "adamw", decayed=True)
         logits = jnp.einsum("btd,dy->bty", x_BTD, head_DY.astype(dtype), preferred_element_type=wide)
         states = None if states is None else State(last_id_B, layers)
-        return Output(shard(logits, "BTY"), states, penalty, metrics)
+        return Output(shard(logits, "BTY"), states, penalty, reports)
 
     def empty_states(self, batch: int, dtype=jnp.float32) -> State:
         """The states before any token, for `batch` rows; `dtype` is what activations are in."""
@@ -114,4 +117,6 @@ def _init_leaf(key, cfg: ModelConfig, leaf: Leaf) -> Any:
     }
     weights, tree = jax.tree.flatten(boxes, is_leaf=is_weight)
     keys = jax.random.split(key, len(weights))
-    return jax.tree.unflatten(tree, [draw(k, w, leaf.repeats) for k, w in zip(keys, weights, strict=True)])
+    return jax.tree.unflatten(
+        tree, [draw(k, stacked(w, leaf.repeats)) for k, w in zip(keys, weights, strict=True)]
+    )

@@ -30,5 +30,7 @@ class State:
             for leaf in group.leaves:
                 state = empty_state(leaf.mixer, cfg, batch, dtype)
                 lead = leaf.repeats
-                layers[leaf.name] = jax.tree.map(lambda x, lead=lead: jnp.broadcast_to(x, (*lead, *x.shape)), state)
+                layers[leaf.name] = jax.tree.map(
+                    lambda x, lead=lead: jnp.broadcast_to(x, (*lead, *x.shape)), state
+                )
         return cls(jnp.zeros(batch, jnp.int32), layers)

@@ -14,6 +14,7 @@ from k3jax.layers.mla import MLA, MlaState
 from k3jax.layers.moe import MoE
 from k3jax.layers.norm import rms_norm
 from k3jax.layers.residual import read
+from k3jax.report import Report
 
 
 class Unit(nn.Module):
@@ -32,9 +33,9 @@ class Unit(nn.Module):
           state: the mixer's carried state or None. segments: `Segments` or None.
 
         Returns:
-          ((y_BTD, penalty), (state, metrics)); the first pair is differentiable.
+          ((y_BTD, penalty), (state, Report)); the first pair is differentiable.
         """
-        metrics = {}
+        means = {}
         if isinstance(self.cfg.residual, Plain):
             x_BTD = bank_SBTD[0]
         else:
@@ -43,10 +44,10 @@ class Unit(nn.Module):
             gain_D = weight(self, "read_norm", "D", sizes, Constant(1.0), "adamw")
             count = slot + jnp.where(opens, 0, 1)
             x_BTD, mix_SBT = read(bank_SBTD, query_D, gain_D, count, self.cfg.norm_eps)
-            metrics["read_S"] = mean_over_tokens(mix_SBT, segments)
+            means["read_S"] = mean_over_tokens(mix_SBT, segments)
         x_BTD = shard(rms(self, "norm", x_BTD, self.cfg), "BTD")
-        (y_BTD, penalty), (state, own) = self._body(x_BTD, state, segments)
-        return (shard(y_BTD, "BTD"), penalty), (state, metrics | own)
+        (y_BTD, penalty), (state, report) = self._body(x_BTD, state, segments)
+        return (shard(y_BTD, "BTD"), penalty), (state, report.with_means(**means))
 
     def _body(self, x_BTD, state, segments):
         cfg, part = self.cfg, self.part
@@ -54,19 +55,20 @@ class Unit(nn.Module):
         none = jnp.zeros((), wide)
         match part:
             case DenseConfig():
-                return (GLU(part.hidden, part.activation, cfg.width, cfg.init_std, name="mlp")(x_BTD), none), (None, {})
+                mlp = GLU(part.hidden, part.activation, cfg.width, cfg.init_std, name="mlp")
+                return (mlp(x_BTD), none), (None, Report())
             case MoeConfig():
                 moe = MoE(part, cfg.width, cfg.init_std, cfg.norm_eps, name="moe")
-                y_BTD, penalty, metrics = moe(x_BTD, segments)
-                return (y_BTD, penalty), (None, metrics)
+                y_BTD, penalty, report = moe(x_BTD, segments)
+                return (y_BTD, penalty), (None, report)
             case KdaConfig():
                 mixer = KDA(part, cfg.width, cfg.init_std, cfg.norm_eps, name="kda")
             case MlaConfig():
                 mixer = MLA(part, cfg.width, cfg.init_std, name="mla")
             case _:
                 mixer = Own(part, cfg.width, cfg.init_std, name=part.kind)
-        y_BTD, state, metrics = mixer(x_BTD, state, segments)
-        return (y_BTD, none), (state, metrics)
+        y_BTD, state, report = mixer(x_BTD, state, segments)
+        return (y_BTD, none), (state, report)
 
 
 class Own(nn.Module):
@@ -80,8 +82,8 @@ class Own(nn.Module):
     def __call__(self, x_BTD, state, segments):
         params = self.param("params", lambda key: self.part.init(key, self.width, self.std))
         before = self.part.empty_state(x_BTD.shape[0], self.width, x_BTD.dtype) if state is None else state
-        y_BTD, after, metrics = self.part.apply(params, x_BTD, before, segments)
-        return y_BTD, None if state is None else after, metrics
+        y_BTD, after, report = self.part.apply(params, x_BTD, before, segments)
+        return y_BTD, None if state is None else after, report
 
 
 def empty_state(part: Any, cfg: ModelConfig, batch: int, dtype) -> Any:

@@ -9,7 +9,7 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
-from k3jax.axes import MESH_AXES, is_weight, make_mesh, make_weight, normal, stacked, weight_shardings
+from k3jax.axes import MESH_AXES, Normal, is_weight, make_mesh, make_weight, stacked, weight_shardings
 from k3jax.config import Muon
 from k3jax.optim.muon import Blocks, muon, newton_schulz
 
@@ -24,11 +24,10 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 
 def boxed(spec, layers=LAYERS, sizes=SIZES):
     """{"w": Weight} of shapes alone, with a leading layers axis unless layers is None."""
-    tree = {"w": jax.eval_shape(lambda key: make_weight(key, spec, sizes, normal(1.0)), jax.random.key(0))}
+    tree = {"w": jax.eval_shape(lambda key: make_weight(key, spec, sizes, Normal(1.0)), jax.random.key(0))}
     if layers is None:
         return tree
-    stack = lambda w: w.replace(value=jax.ShapeDtypeStruct((layers, *w.value.shape), w.value.dtype))
-    return stacked(jax.tree.map(stack, tree, is_leaf=is_weight), 1)
+    return jax.tree.map(lambda w: stacked(w, (layers,)), tree, is_leaf=is_weight)
 
 
 def draw(weights, seed=0, dtype=jnp.float32):

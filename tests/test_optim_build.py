@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 
-from k3jax.axes import constant, is_weight, make_weight, normal
+from k3jax.axes import Constant, Normal, is_weight, make_weight
 from k3jax.config import AdamW, Cosine, Muon, OptimConfig, Wsd
 from k3jax.optim.build import build, describe, labels
 
@@ -30,7 +30,7 @@ DECAYED = {"embedding", "query", "out", "up", "head"}
 
 def declare(name):
     spec, rule, decayed, many = MODEL[name]
-    make = lambda key: make_weight(key, spec, SIZES, normal(0.02), rule, decayed=decayed)
+    make = lambda key: make_weight(key, spec, SIZES, Normal(0.02), rule, decayed=decayed)
     w = jax.eval_shape(make, jax.random.key(0))
     if many:
         shape = jax.ShapeDtypeStruct((SIZES["N"], *w.value.shape), w.value.dtype)
@@ -79,7 +79,7 @@ def test_labels_follow_the_split_and_the_rule_for_matrices():
         "muon 8x16 x [3, 2]",
     ]
     assert describe(OptimConfig(matrices=AdamW()), query) == "adamw decayed"
-    single = jax.eval_shape(lambda k: make_weight(k, "D->L", SIZES, constant(0.0)), jax.random.key(0))
+    single = jax.eval_shape(lambda k: make_weight(k, "D->L", SIZES, Constant(0.0)), jax.random.key(0))
     assert describe(OptimConfig(), single) == "muon 16x8"
 
 

@@ -23,7 +23,7 @@ from k3jax.axes import is_weight
 from k3jax.config import ModelConfig
 from k3jax.interop.released_config import from_released, to_released
 from k3jax.interop.released_names import Tensor, tensors
-from k3jax.model import K3
+from k3jax.parameters import shapes
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TEXT_PREFIX = "language_model."  # of the text tensors in multimodal checkpoints
@@ -55,9 +55,7 @@ def load(directory: str | Path) -> tuple[ModelConfig, Any]:
     files = _files(directory)
     names = _text_names(files, cfg)
     _compare(directory, wanted, names)
-    params = jax.tree.map(
-        lambda w: np.empty(w.value.shape, w.value.dtype), _shapes(cfg), is_leaf=is_weight
-    )
+    params = jax.tree.map(lambda w: np.empty(w.value.shape, w.value.dtype), shapes(cfg), is_leaf=is_weight)
     for stored_name, stored in _read_tensors(files, names):
         tensor = wanted[names[stored_name]]
         if tensor.axes == "H":  # A_log: stored in any shape, some shards pad it with heads of no one
@@ -186,7 +184,9 @@ def _compare(directory: Path, wanted: dict[str, Tensor], names: dict[str, str]) 
     found = set(names.values())
     missing, unexpected = sorted(set(wanted) - found), sorted(found - set(wanted))
     if missing or unexpected:
-        said = [f"missing: {_some(missing)}"] * bool(missing) + [f"unexpected: {_some(unexpected)}"] * bool(unexpected)
+        said = [f"missing: {_some(missing)}"] * bool(missing) + [f"unexpected: {_some(unexpected)}"] * bool(
+            unexpected
+        )
         raise CheckpointError(f"{directory} does not hold the model of its config.json; {'; '.join(said)}")
 
 
@@ -197,10 +197,6 @@ def _read_tensors(files: list[Path], names: dict[str, str]) -> Iterator[tuple[st
                 if name in names:
                     x = stored.get_tensor(name)
                     yield name, x.astype(np.float32) if x.dtype in (ml_dtypes.bfloat16, np.float16) else x
-
-
-def _shapes(cfg: ModelConfig) -> Any:
-    return jax.eval_shape(K3(cfg).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 1), np.int32))["params"]
 
 
 def _at(params: Any, path: tuple[str, ...]) -> Any:

@@ -60,7 +60,9 @@ def from_released(raw: Mapping[str, Any]) -> ModelConfig:
 
     heads = need("num_attention_heads")
     if raw.get("num_key_value_heads", heads) != heads:
-        raise ReleasedConfigError(f"num_key_value_heads={raw['num_key_value_heads']!r}: {heads} is needed, as many")
+        raise ReleasedConfigError(
+            f"num_key_value_heads={raw['num_key_value_heads']!r}: {heads} is needed, as many"
+        )
     linear = raw.get("linear_attn_config")
     depth, blocks = need("num_hidden_layers"), raw.get("attn_res_block_size")
     full = tuple(sorted(linear["full_attn_layers"])) if linear else tuple(range(1, depth + 1))
@@ -80,7 +82,9 @@ def from_released(raw: Mapping[str, Any]) -> ModelConfig:
             latent=need("kv_lora_rank"),
             query_rank=raw.get("q_lora_rank"),
             gate=FullRank() if raw.get("mla_use_output_gate", False) else NoGate(),
-            positions=NoPE() if raw.get("mla_use_nope", False) else RoPE(float(raw.get("rope_theta", 10000.0))),
+            positions=NoPE()
+            if raw.get("mla_use_nope", False)
+            else RoPE(float(raw.get("rope_theta", 10000.0))),
         ),
         dense=DenseConfig(need("intermediate_size"), activation),
         moe=_moe(raw, activation),
@@ -128,7 +132,9 @@ def _moe(raw: Mapping[str, Any], activation) -> MoeConfig:
     latent = raw.get("routed_expert_hidden_size")
     if latent is None:
         return MoeConfig(**common)
-    return LatentMoeConfig(**common, latent=latent, norm="rms" if raw.get("latent_moe_use_norm", True) else "none")
+    return LatentMoeConfig(
+        **common, latent=latent, norm="rms" if raw.get("latent_moe_use_norm", True) else "none"
+    )
 
 
 def to_released(cfg: ModelConfig) -> dict[str, Any]:
@@ -138,12 +144,20 @@ def to_released(cfg: ModelConfig) -> dict[str, Any]:
       ReleasedConfigError: a mechanism that the released format has no field for.
     """
     linear, full, dense, moe = cfg.linear, cfg.full, cfg.dense, cfg.moe
-    for name, part, kind in (("full", full, MlaConfig), ("dense", dense, DenseConfig), ("moe", moe, MoeConfig)):
+    for name, part, kind in (
+        ("full", full, MlaConfig),
+        ("dense", dense, DenseConfig),
+        ("moe", moe, MoeConfig),
+    ):
         if not isinstance(part, kind):
-            raise ReleasedConfigError(f"ModelConfig.{name}={part!r}: the released format needs a {kind.__name__}")
+            raise ReleasedConfigError(
+                f"ModelConfig.{name}={part!r}: the released format needs a {kind.__name__}"
+            )
     activation = moe.activation
     if dense.activation != activation:
-        raise ReleasedConfigError(f"activations {dense.activation} and {activation}: the released format has one")
+        raise ReleasedConfigError(
+            f"activations {dense.activation} and {activation}: the released format has one"
+        )
     if isinstance(cfg.residual, FullAttnRes) or not isinstance(getattr(cfg.residual, "opens", 1), int):
         raise ReleasedConfigError(f"residual={cfg.residual!r}: the released format has equal blocks only")
     if isinstance(full.gate, LowRank):

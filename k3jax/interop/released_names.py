@@ -166,7 +166,10 @@ def _mla(c: MlaConfig, D: int, prefix: str, path, index) -> Iterator[Tensor]:
     both = c.key + c.value
     yield Tensor(
         f"{prefix}kv_b_proj.weight", (c.heads * both, c.latent), "HXC", (c.heads, both, c.latent),
-        (Part((*path, "key_up"), index, "CHX", (0, c.key)), Part((*path, "value_up"), index, "CHX", (c.key, both))),
+        (
+            Part((*path, "key_up"), index, "CHX", (0, c.key)),
+            Part((*path, "value_up"), index, "CHX", (c.key, both)),
+        ),
     )  # fmt: skip
     yield tensor("o_proj.weight", "out", "D(HV)", "HVD")
     yield from _gate(c, tensor)
@@ -196,7 +199,9 @@ def _moe(c: MoeConfig, D: int, prefix: str, path, index) -> Iterator[Tensor]:
     yield _tensor(f"{prefix}gate.e_score_correction_bias", (*path, "router_bias"), index, "E", "E", E=E)
     if isinstance(c, LatentMoeConfig):
         inner = c.latent
-        yield _tensor(f"{prefix}routed_expert_down_proj.weight", (*path, "down"), index, "LD", "DL", D=D, L=inner)
+        yield _tensor(
+            f"{prefix}routed_expert_down_proj.weight", (*path, "down"), index, "LD", "DL", D=D, L=inner
+        )
         yield _tensor(f"{prefix}routed_expert_up_proj.weight", (*path, "up"), index, "DL", "LD", D=D, L=inner)
         if c.norm == "rms":
             yield _tensor(f"{prefix}routed_expert_norm.weight", (*path, "norm"), index, "L", "L", L=inner)

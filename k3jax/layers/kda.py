@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
+from jax.ad_checkpoint import checkpoint_name
 
-from k3jax.axes import Constant, Normal, project, Uniform, weight
+from k3jax.axes import Constant, Normal, Uniform, project, weight
 from k3jax.config import Bounded, KdaConfig, Unbounded
 from k3jax.layers.conv import conv_tail, short_conv
 from k3jax.layers.gate import gated
 from k3jax.layers.norm import rms_norm
 from k3jax.parallel.shards import on_each_shard
+from k3jax.report import Report
 from pallas_kernels.kda import kda_gated
 
 
@@ -77,7 +79,7 @@ class KDA(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD, state: KdaState | None, segments):
-        """(y_BTD, the next state, metrics). No state: the row starts from nothing, none is returned."""
+        """(y_BTD, the next state, a Report). No state: the row starts from nothing, none is returned."""
         cfg, init = self.cfg, Normal(self.std)
         sizes = dict(D=self.width, H=cfg.heads, K=cfg.key, V=cfg.value, W=cfg.taps, R=cfg.key)
         linear = lambda name, spec, x: project(self, name, spec, sizes, init, x)
@@ -85,7 +87,10 @@ class KDA(nn.Module):
         # scale: at 0.02 the head norm's eps would swallow the output.
         names = ("query", "key", "value")
         raw_BTHX = jnp.concatenate(
-            [linear(name, spec, x_BTD) for name, spec in zip(names, ("D->[H]K", "D->[H]K", "D->[H]V"), strict=True)],
+            [
+                linear(name, spec, x_BTD)
+                for name, spec in zip(names, ("D->[H]K", "D->[H]K", "D->[H]V"), strict=True)
+            ],
             axis=-1,
         )
         taps = Uniform(cfg.taps**-0.5)
@@ -112,13 +117,14 @@ class KDA(nn.Module):
             ids_BT = segments.ids_BT
         o_BTHV, S_BHKV = self._recall(q, k, v, z_BTHK, beta_BTH, a_log_H, dt_bias_HK, S_BHKV, ids_BT)
 
+        o_BTHV = checkpoint_name(o_BTHV, "op")
         o_BTHV = o_BTHV.astype(jnp.promote_types(o_BTHV.dtype, jnp.float32))
         o_BTHV = rms_norm(o_BTHV, weight(self, "norm", "V", sizes, Constant(1.0), "adamw"), self.norm_eps)
         y_BTHV = gated(self, cfg.gate, sizes, self.std, x_BTD, o_BTHV)
         y_BTD = project(self, "out", "HV->D", sizes, init, y_BTHV)
         if state is None:
-            return y_BTD, None, {}
-        return y_BTD, KdaState(conv_tail(raw_BTHX, cfg.taps, tail_BWHX, segments), S_BHKV), {}
+            return y_BTD, None, Report()
+        return y_BTD, KdaState(conv_tail(raw_BTHX, cfg.taps, tail_BWHX, segments), S_BHKV), Report()
 
     def _recall(self, *inputs):
         """The op itself, each device on its own rows and heads."""
@@ -131,7 +137,8 @@ class KDA(nn.Module):
         def run(q, k, v, z, beta, a_log, dt_bias, S, ids):
             return kda_gated(
                 q, k, v, z, beta, a_log, dt_bias,
-                lower_bound=lower_bound, initial_state=S, segment_ids=ids, implementation=self.cfg.implementation,
+                lower_bound=lower_bound, initial_state=S, segment_ids=ids,
+                implementation=self.cfg.implementation,
             )  # fmt: skip
 
         letters = "BTHK BTHK BTHV BTHK BTH H HK BHKV BT"

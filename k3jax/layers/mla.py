@@ -10,6 +10,7 @@ from k3jax.config import MlaConfig, NoPE, RoPE
 from k3jax.layers.gate import gated
 from k3jax.layers.norm import rms_norm
 from k3jax.parallel.shards import on_each_shard
+from k3jax.report import Report
 from pallas_kernels.attention import attention
 
 INNER_EPS = 1e-6  # of the norms on the two latents
@@ -61,20 +62,27 @@ class MLA(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD, state: MlaState | None, segments):
-        """(y_BTD, the next state, metrics). No state: the row starts from nothing, none is returned.
+        """(y_BTD, the next state, a Report). No state: the row starts from nothing, none is returned.
 
-        Metrics: max_logit_H, the largest logit among pairs that see each other.
+        The Report's max_logit_H is the largest logit among pairs that see each other.
         """
         cfg, init = self.cfg, Normal(self.std)
         before = MlaState.empty(cfg, x_BTD.shape[0], x_BTD.dtype) if state is None else state
         sizes = dict(
-            D=self.width, H=cfg.heads, K=cfg.key + cfg.shared, V=cfg.value, C=cfg.latent, A=cfg.latent + cfg.shared
+            D=self.width,
+            H=cfg.heads,
+            K=cfg.key + cfg.shared,
+            V=cfg.value,
+            C=cfg.latent,
+            A=cfg.latent + cfg.shared,
         )
         linear = lambda name, spec, x, sizes=sizes: project(self, name, spec, sizes, init, x)
 
         q_BTHK = self._queries(linear, x_BTD, sizes)
         latent_BTC, shared_BTK = jnp.split(linear("latent", "D->A", x_BTD), [cfg.latent], axis=-1)
-        latent_BTC = rms_norm(latent_BTC, weight(self, "latent_norm", "C", sizes, Constant(1.0), "adamw"), INNER_EPS)
+        latent_BTC = rms_norm(
+            latent_BTC, weight(self, "latent_norm", "C", sizes, Constant(1.0), "adamw"), INNER_EPS
+        )
         match cfg.positions:
             case RoPE(theta):
                 position_BT = before.count_B[:, None] + jnp.arange(x_BTD.shape[1])[None]
@@ -94,7 +102,7 @@ class MLA(nn.Module):
         # The gate reads the attention output in float32: rounding it first biases training.
         y_BTHV = gated(self, cfg.gate, sizes, self.std, x_BTD, o_BTHV)
         y_BTD = linear("out", "HV->D", y_BTHV)
-        return y_BTD, None if state is None else now, {"max_logit_H": jnp.max(top_BH, axis=0)}
+        return y_BTD, None if state is None else now, Report(maxima={"max_logit_H": jnp.max(top_BH, axis=0)})
 
     def _queries(self, linear, x_BTD, sizes):
         cfg = self.cfg

@@ -13,8 +13,8 @@ from k3jax.layers.activations import glu
 from k3jax.layers.ffn import GLU
 from k3jax.layers.norm import rms_norm
 from k3jax.parallel.shards import on_each_shard
+from k3jax.report import Report
 from pallas_kernels.grouped_matmul import alignment, grouped_matmul
-
 
 
 class MoE(nn.Module):
@@ -31,7 +31,7 @@ class MoE(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD, segments):
-        """(y_BTD, the balancing penalty summed over tokens, metrics: load_E and the rule's stats)."""
+        """(y_BTD, the balancing penalty summed over tokens, a Report: load_E and the rule's sums)."""
         cfg, init = self.cfg, Normal(self.std)
         sizes = dict(D=self.width, E=cfg.experts, F=cfg.hidden)
         real_BT = jnp.ones(x_BTD.shape[:2], bool) if segments is None else segments.real_BT
@@ -44,7 +44,9 @@ class MoE(nn.Module):
         chosen_BTk, p_BTk, cutoff_BT = route(cfg, scores_BTE, bias_E)
         load_E = jnp.zeros(cfg.experts, jnp.int32).at[chosen_BTk].add(real_BT[..., None].astype(jnp.int32))
         flat = lambda x: jax.lax.stop_gradient(x.reshape(-1, *x.shape[2:]))
-        stats = balance.local_stats(cfg.balance, flat(scores_BTE), flat(cutoff_BT), bias_E, real_BT.reshape(-1))
+        stats = balance.local_stats(
+            cfg.balance, flat(scores_BTE), flat(cutoff_BT), bias_E, real_BT.reshape(-1)
+        )
         penalty = balance.penalty(cfg.balance, scores_BTE, chosen_BTk, real_BT)
 
         match cfg:
@@ -69,7 +71,7 @@ class MoE(nn.Module):
             # The shared experts are one MLP of their summed width.
             shared = GLU(cfg.shared * cfg.hidden, cfg.activation, self.width, self.std, name="shared")
             y_BTD = y_BTD + shared(x_BTD)
-        return y_BTD, penalty, {"load_E": load_E, "balance": stats}
+        return y_BTD, penalty, Report(sums={"load_E": load_E, "balance": stats})
 
 
 def route(cfg: MoeConfig, scores_BTE, bias_E):
@@ -86,7 +88,9 @@ def route(cfg: MoeConfig, scores_BTE, bias_E):
     return chosen_BTk, cfg.scale * p_BTk, best_BTk[..., cfg.active]
 
 
-def routed(activation: Activation, implementation, x_BTL, chosen_BTk, p_BTk, real_BT, gate_ELF, up_ELF, down_EFL):
+def routed(
+    activation: Activation, implementation, x_BTL, chosen_BTk, p_BTk, real_BT, gate_ELF, up_ELF, down_EFL
+):
     """sum_i p_i E_i(x) for the tokens of one device: sort by expert, multiply, weigh, add up."""
     B, T, L = x_BTL.shape
     E, k = gate_ELF.shape[0], chosen_BTk.shape[-1]

@@ -67,7 +67,13 @@ def _read_backward(residuals, cotangents):
     d_bank_SBTD += d_score_SBT[..., None] * reading_D[None, None, None]
     d_reading_D = jnp.einsum("sbt,sbtd->d", d_score_SBT, x_SBTD)
     d_query_D, d_gain_D = d_reading_D * gain_D, d_reading_D * query_D
-    return d_bank_SBTD.astype(bank_SBTD.dtype), d_query_D.astype(query_D.dtype), d_gain_D.astype(gain_D.dtype), None, None
+    return (
+        d_bank_SBTD.astype(bank_SBTD.dtype),
+        d_query_D.astype(query_D.dtype),
+        d_gain_D.astype(gain_D.dtype),
+        None,
+        None,
+    )
 
 
 read.defvjp(_read_forward, _read_backward)

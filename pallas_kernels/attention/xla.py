@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 BLOCK = 512
 MASKED = -1e30  # finite: the difference of two of them is 0, not NaN
@@ -42,7 +43,8 @@ def _uncut(x, length):
 def _blocks(q, k, v, query_index, key_index) -> Blocks:
     across, along = min(BLOCK, q.shape[1]), min(BLOCK, k.shape[1])
     return Blocks(
-        _cut(q, across), _cut(k, along), _cut(v, along), _cut(query_index, across, -1), _cut(key_index, along, -1)
+        _cut(q, across), _cut(k, along), _cut(v, along),
+        _cut(query_index, across, -1), _cut(key_index, along, -1),
     )  # fmt: skip
 
 
@@ -102,7 +104,8 @@ def _forward(q_BTHK, k_BSHK, v_BSHV, query_index_BT, key_index_BS, scale):
     out = jnp.where(some[..., None], out / total[..., None], 0)
     log_sum = jnp.where(some, top + jnp.log(total), 0)
     top_H = jnp.max(jnp.where(some, top, -jnp.inf), axis=(0, 1, 3))
-    o_BTHV = _uncut(out, T)
+    # Named for remat policies: with these two kept, the forward pass need not run again.
+    o_BTHV, log_sum = checkpoint_name(_uncut(out, T), "op"), checkpoint_name(log_sum, "op")
     residuals = (q_BTHK, k_BSHK, v_BSHV, query_index_BT, key_index_BS, o_BTHV, log_sum)
     return (o_BTHV, top_H), residuals
 

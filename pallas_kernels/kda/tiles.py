@@ -47,7 +47,7 @@ class Decays(NamedTuple):
     within_NBHRIJK: jax.Array | None  # i to j inside a tile, where the dense form would overflow
 
 
-def _sums(chosen: np.ndarray, x):
+def sums(chosen: np.ndarray, x):
     """Sums of x's next-to-last axis: row r of the result adds the entries that chosen[r] marks."""
     return jnp.einsum("rs,...sk->...rk", chosen.astype(x.dtype), x, precision=HIGHEST)
 
@@ -62,7 +62,7 @@ def decays(g_NBHCK, bounded: bool, mask: Masks | None) -> Decays:
     R = C // tile
     g = g_NBHCK.reshape(*g_NBHCK.shape[:3], R, tile, -1)
     i, j = np.arange(tile)[:, None], np.arange(tile)[None, :]
-    in_tile = _sums(np.concatenate([j <= i, (j > 0) & (j <= i), j > i]), g)
+    in_tile = sums(np.concatenate([j <= i, (j > 0) & (j <= i), j > i]), g)
     to_here, after_first, to_end = jnp.split(in_tile, 3, axis=-2)
 
     # Over whole tiles: before tile r, after tile r, and between tiles s and r with r's first step.
@@ -76,7 +76,7 @@ def decays(g_NBHCK, bounded: bool, mask: Masks | None) -> Decays:
         np.concatenate([between.reshape(R * R, R), first], axis=1),
     ])  # fmt: skip
     tile_and_first = jnp.concatenate([to_here[..., -1, :], g[..., 0, :]], axis=-2)
-    before, after, gap = jnp.split(_sums(chosen, tile_and_first), [R, 2 * R], axis=-2)
+    before, after, gap = jnp.split(sums(chosen, tile_and_first), [R, 2 * R], axis=-2)
     gap = gap.reshape(*gap.shape[:3], R, R, 1, -1)
 
     flat = lambda x: x.reshape(g_NBHCK.shape)
@@ -145,7 +145,9 @@ class Pairs(NamedTuple):
             k = self._tiles(self.k_NBHCK)[..., None, None, :, :]
             near = jnp.sum(rows[..., :, None, :] * k * d.within_NBHRIJK[..., None, :, :, :], axis=-1)
             here = np.eye(R, dtype=bool)[(*LEAD, slice(None), None, None, slice(None), None)]
-            out = jnp.where(here, near[..., None, :], out.reshape(*out.shape[:-1], R, tile)).reshape(out.shape)
+            out = jnp.where(here, near[..., None, :], out.reshape(*out.shape[:-1], R, tile)).reshape(
+                out.shape
+            )
         out = jnp.moveaxis(out, -3, 3).reshape(*out.shape[:3], 2, R * tile, R * tile)
         return out[..., 0, :, :], out[..., 1, :, :]
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_kernels.kda.tiles import TILE, Decays, Masks, Pairs, decays, masks, unit_lower_inverse
+from pallas_kernels.kda.tiles import TILE, Decays, Masks, Pairs, decays, masks, sums, unit_lower_inverse
 
 CHUNK = 64
 FORGOTTEN = -100.0  # e^-100 is nothing beside any other term, and sums of it stay exact
@@ -192,8 +193,8 @@ def _backward(scale, bounded, residuals, cotangents):
     # sums are kept apart, and the diagonal (no decay) out of them: at the floor the decayed terms
     # are e^-5 of the others and would drown in their rounding.
     through = x.q * (dq_in + dq_row) + x.k * (dk_in + dk_row - dk_column)
-    leaving = jnp.pad((x.k * dk_out)[..., :-1, :], [(0, 0)] * 3 + [(1, 0), (0, 0)])
-    dg = jax.lax.cumsum(through, axis=3, reverse=True) + jax.lax.cumsum(leaving, axis=3)
+    i, j = np.arange(C)[:, None], np.arange(C)[None, :]
+    dg = sums(np.concatenate([j >= i, j < i], axis=1), jnp.concatenate([through, x.k * dk_out], axis=-2))
     dg = dg + (decay.whole_NBHK * jnp.sum(S * dS, axis=-1))[..., None, :]
 
     dq = dq_in + dq_row + dAqk_ii * x.k

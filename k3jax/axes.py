@@ -267,6 +267,12 @@ def partition(letters: str) -> PartitionSpec:
     return PartitionSpec(*(AXES[c][1] or None if c != "_" else None for c in letters))
 
 
+def least(letter: str) -> int:
+    """The smallest size of an activation's axis that the current mesh divides."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes.get(axis, 1) for axis in AXES[letter][1])
+
+
 def shard(x: jax.Array, letters: str) -> jax.Array:
     """Pins x to its axes' places on the current mesh; does nothing where no mesh is set."""
     if jax.sharding.get_abstract_mesh().empty:

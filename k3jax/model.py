@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from k3jax.axes import Constant, Normal, draw, is_weight, shard, stacked, weight
+from k3jax.axes import Constant, Normal, draw, is_weight, least, shard, stacked, weight
 from k3jax.config import ModelConfig, Plain
 from k3jax.depth import run_stack, units
 from k3jax.layers.residual import read
@@ -111,7 +111,8 @@ class K3(nn.Module):
 
 def _init_leaf(key, cfg: ModelConfig, leaf: Leaf) -> Any:
     """The boxed parameters of equal layers, stacked; shapes come first, then every weight is drawn."""
-    inputs = (jnp.zeros((bank_size(cfg), 1, 1, cfg.width)), jnp.bool_(True), jnp.int32(1), None, None)
+    bank_SBTD = jnp.zeros((bank_size(cfg), least("B"), least("T"), cfg.width))
+    inputs = (bank_SBTD, jnp.bool_(True), jnp.int32(1), None, None)
     boxes = {
         name: jax.eval_shape(unit.init, key, *inputs)["params"] for name, unit in units(cfg, leaf).items()
     }

@@ -37,7 +37,7 @@ def train_step(cfg: Config, optimiser: optax.GradientTransformation, state: Trai
         `cfg.optim.accumulate`.
     """
     sums, gradients, seen = _gradients(cfg, state.params, batch)
-    norm = optax.global_norm(gradients)
+    norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
     updates, opt_state = optimiser.update(gradients, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)

@@ -22,6 +22,7 @@ class Masks(NamedTuple):
     enter_NB1C1: jax.Array  # i continues the segment that the chunk's incoming state belongs to
     leave_NB1C1: jax.Array  # i is of the segment that the chunk's outgoing state belongs to
     through_NB11: jax.Array  # the chunk holds one segment only, the incoming one
+    index_NB1C: jax.Array  # the segments themselves
 
 
 def masks(index_NBC) -> Masks:
@@ -33,6 +34,7 @@ def masks(index_NBC) -> Masks:
         enter_NB1C1=(index_NBC == entry_NB[..., None])[:, :, None, :, None],
         leave_NB1C1=(index_NBC == last_NB[..., None])[:, :, None, :, None],
         through_NB11=(last_NB == entry_NB)[..., None, None],
+        index_NB1C=index_NBC[:, :, None],
     )
 
 
@@ -47,23 +49,30 @@ class Decays(NamedTuple):
     within_NBHRIJK: jax.Array | None  # i to j inside a tile, where the dense form would overflow
 
 
-def sums(chosen: np.ndarray, x):
-    """Sums of x's next-to-last axis: row r of the result adds the entries that chosen[r] marks."""
-    return jnp.einsum("rs,...sk->...rk", chosen.astype(x.dtype), x, precision=HIGHEST)
+def sums(chosen, x):
+    """Sums of x's next-to-last axis: row r of the result adds the entries that chosen[.., r] marks."""
+    return jnp.einsum("...rs,...sk->...rk", chosen.astype(x.dtype), x, precision=HIGHEST)
 
 
 def decays(g_NBHCK, bounded: bool, mask: Masks | None) -> Decays:
     """An exponent is the sum of the very steps it spans, never a difference of running sums.
 
-    So a long or a violent past costs a later pair no accuracy, and no exponent depends on a token
-    after the row's.
+    So a long or a violent past costs a later pair no accuracy, and no exponent that counts depends
+    on a token after the row's, or on another segment.
     """
     C, tile = g_NBHCK.shape[3], min(TILE, g_NBHCK.shape[3])
     R = C // tile
     g = g_NBHCK.reshape(*g_NBHCK.shape[:3], R, tile, -1)
     i, j = np.arange(tile)[:, None], np.arange(tile)[None, :]
-    in_tile = sums(np.concatenate([j <= i, (j > 0) & (j <= i), j > i]), g)
-    to_here, after_first, to_end = jnp.split(in_tile, 3, axis=-2)
+    to_here, to_end = jnp.split(sums(np.concatenate([j <= i, j > i]), g), 2, axis=-2)
+    # From the tile's first token, or the first of i's own segment if that comes later.
+    counted = (j > 0) & (j <= i)
+    if mask is not None:
+        index = mask.index_NB1C.reshape(*mask.index_NB1C.shape[:3], R, tile)
+        begins = jnp.pad(jnp.diff(index, axis=-1) != 0, [(0, 0)] * 4 + [(1, 0)])
+        own = (index[..., :, None] == index[..., None, :]) & ~begins[..., None, :]
+        counted = counted[(*LEAD, None)] & own
+    after_first = sums(counted, g)
 
     # Over whole tiles: before tile r, after tile r, and between tiles s and r with r's first step.
     r, s = np.arange(R)[:, None], np.arange(R)[None, :]

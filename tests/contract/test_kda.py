@@ -35,6 +35,8 @@ GATED_INPUTS = ("query", "key", "value", "gate_logits", "beta_logits", "a_log", 
 OUTPUTS = ("output", "final_state")
 PACKED = "over_a_chunk"
 
+LEAK = pytest.mark.xfail(strict=True, reason="its sums run over later documents of the chunk")
+
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -338,9 +340,9 @@ def test_packed_documents_are_documents_alone(op, implementation):
 
 
 @each_implementation
-@pytest.mark.xfail(strict=True, reason="a tile that two documents share rounds by the first one's decays")
+@pytest.mark.parametrize("of_decays", [False, pytest.param(True, marks=LEAK)])
 @pytest.mark.parametrize("op", [kda, kda_gated])
-def test_documents_are_bitwise_independent(op, implementation):
+def test_documents_are_bitwise_independent(op, of_decays, implementation):
     """Perturbing one document leaves the others' outputs and gradients as they were, to the bit."""
     case = SMALL[PACKED]
     args, others = inputs(op, case, "float32"), inputs(op, case, "float32", seed=7)
@@ -348,7 +350,7 @@ def test_documents_are_bitwise_independent(op, implementation):
     before = pullback(op, implementation, args, case.segment_ids, cots)
     changed, mine = perturbed(case, args, others, case.segment_ids == 5)  # the middle document
     after = pullback(op, implementation, changed, case.segment_ids, cots)
-    assert_same_outside(case, mine, before, after)
+    assert_same_outside(case, mine, before, after, of_decays)
     np.testing.assert_array_equal(before[0][1], after[0][1])  # the final state is another document's
 
 
@@ -361,7 +363,8 @@ def test_rows_are_bitwise_independent(op, implementation):
     before = pullback(op, implementation, args, case.segment_ids, cots)
     changed, mine = perturbed(case, args, others, np.arange(case.B)[:, None] == np.ones((1, case.T)))
     after = pullback(op, implementation, changed, case.segment_ids, cots)
-    assert_same_outside(case, mine, before, after)
+    for of_decays in (False, True):
+        assert_same_outside(case, mine, before, after, of_decays)
     np.testing.assert_array_equal(before[0][1][0], after[0][1][0])
 
 
@@ -372,8 +375,10 @@ def perturbed(case, args, others, mine):
     return tuple(jnp.where(at(x), y, x) if timed(x, case) else x for x, y in pairs), mine
 
 
-def assert_same_outside(case, mine, before, after):
-    for x, y in zip((before[0][0], *before[1]), (after[0][0], *after[1]), strict=True):
+def assert_same_outside(case, mine, before, after, of_decays):
+    """The decay's (or its logits') gradient, or everything else that tokens have."""
+    pairs = list(zip((before[0][0], *before[1]), (after[0][0], *after[1]), strict=True))
+    for x, y in [pairs.pop(4)] if of_decays else pairs[:4] + pairs[5:]:
         if timed(x, case):
             assert not np.array_equal(x, y)
             np.testing.assert_array_equal(np.asarray(x)[~mine], np.asarray(y)[~mine])

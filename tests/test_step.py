@@ -1,0 +1,308 @@
+"""One training step: what it computes, over whom it sums, and what it leaves alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from k3jax.axes import is_weight, weight_cuts
+from k3jax.config import (
+    AdamW,
+    Auxiliary,
+    BlockAttnRes,
+    DenseConfig,
+    FullAttnRes,
+    KdaConfig,
+    LowRank,
+    MeshConfig,
+    MlaConfig,
+    MoeConfig,
+    Muon,
+    NoGate,
+    Plain,
+    RoPE,
+    Sign,
+    Swiglu,
+    Unbalanced,
+    Unbounded,
+    Wsd,
+    replace,
+)
+from k3jax.model import K3
+from k3jax.parameters import leaves, shapes
+from k3jax.train.loss import loss_sums
+from k3jax.train.metrics import by_layer, loads
+from k3jax.train.step import evaluate_step
+from tests.small import rows, small, steps
+
+CLOSE = {"rtol": 2e-4, "atol": 2e-6}
+
+
+def test_the_loss_is_one_sum_over_one_count():
+    """11 and 101 tokens: a mean of means would say 1.5 where the tokens say 1.098."""
+    cfg = small()
+    params = values(cfg)
+    batch = rows(cfg)
+    sums, _ = jax.jit(lambda p, b: loss_sums(cfg.model, p, b))(params, batch)
+    half = lambda part: {name: x[part] for name, x in batch.items()}
+    parts = [
+        jax.jit(lambda p, b: loss_sums(cfg.model, p, b))(params, half(p))[0]
+        for p in (slice(0, 2), slice(2, 8))
+    ]
+    np.testing.assert_allclose(sum(p.loss for p in parts), sums.loss, rtol=1e-5)
+    assert float(sums.tokens) == batch["weights"].sum()
+
+
+def values(cfg):
+    from k3jax.axes import make_mesh
+    from k3jax.optim.build import build
+    from k3jax.train.state import initial
+
+    mesh = make_mesh(cfg.mesh.sizes(1), jax.devices()[:1])
+    return initial(cfg, build(cfg.optim, shapes(cfg.model), 10), mesh).params
+
+
+@pytest.fixture(scope="module")
+def plain_steps():
+    return steps(small(), 3)
+
+
+def test_accumulation_changes_nothing(plain_steps):
+    """Four micro-batches and one: the same loss, parameters, loads and biases."""
+    cfg = small()
+    one = plain_steps
+    four = steps(replace(cfg, optim=replace(cfg.optim, accumulate=4)), 3)
+    for a, b in zip(one[2], four[2], strict=True):
+        np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-5)
+        np.testing.assert_allclose(a["gradient_norm"], b["gradient_norm"], rtol=1e-4)
+    # The first step's choices of experts are the same, token for token.
+    np.testing.assert_array_equal(*(loads(cfg.model, run[2][0]["layers"]) for run in (one, four)))
+    close(one[1].params, four[1].params)
+
+
+def test_eight_devices_equal_one(plain_steps):
+    """Rows over data and fsdp, parameters over fsdp: the same numbers."""
+    cfg = replace(small(), mesh=MeshConfig(data=4, fsdp=2))
+    before, after, reports = steps(cfg, 3, devices=jax.devices()[:8])
+    for a, b in zip(plain_steps[2], reports, strict=True):
+        np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-5)
+    np.testing.assert_array_equal(*(loads(cfg.model, run[0]["layers"]) for run in (plain_steps[2], reports)))
+    jax.tree.map(np.testing.assert_array_equal, before.params, plain_steps[0].params)
+    close(after.params, plain_steps[1].params)
+    # Matrices and their moments are really cut: a device holds half of each.
+    boxes = dict(leaves(shapes(cfg.model)))
+    for (path, x), w in zip(jax.tree_util.tree_leaves_with_path(after.params), boxes.values(), strict=True):
+        cut = any("fsdp" in axes for axes in weight_cuts(w))
+        assert x.addressable_shards[0].data.size == x.size // (2 if cut else 1), path
+    big = [x for x in jax.tree.leaves(after.opt_state) if x.ndim > 2]
+    assert big
+    assert all(x.addressable_shards[0].data.size < x.size for x in big)
+
+
+def close(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **CLOSE), a, b)
+
+
+def test_the_first_loss_is_that_of_knowing_nothing():
+    """ln Y + 0.0002 D within 2%, whatever the size, and finite steps after it."""
+    cfg = small()
+    for width, vocabulary in ((16, 257), (64, 1000)):
+        model = replace(cfg.model, width=width, vocabulary=vocabulary)
+        _, _, reports = steps(replace(cfg, model=model), 2)
+        expected = np.log(vocabulary) + 2e-4 * width
+        assert abs(float(reports[0]["loss"]) / expected - 1) < 0.02
+        assert all(bool(report["finite"]) for report in reports)
+
+
+def test_every_weight_starts_as_it_says():
+    """The spread of each leaf is its initialiser's, whatever its fan-in."""
+    cfg = replace(small().model, width=64, moe=replace(small().model.moe, latent=32, hidden=32))
+    params = values(replace(small(), model=cfg))
+    for (path, w), x in zip(leaves(shapes(cfg)), jax.tree.leaves(params), strict=True):
+        assert x.shape == w.value.shape
+        text = str(w.init)
+        if text.startswith("N(0, 0.02") and x.size > 500:
+            assert abs(float(jnp.std(x)) / 0.02 - 1) < 0.1, path
+            assert abs(float(jnp.mean(x))) < 0.003, path
+        elif text.startswith("U("):
+            assert float(jnp.max(jnp.abs(x))) <= 0.5
+            assert abs(float(jnp.std(x)) / (0.5 / 3**0.5) - 1) < 0.2, path
+        elif text in ("0", "1"):
+            np.testing.assert_array_equal(x, float(text))
+        elif "dt_bias" in path:
+            step = jax.nn.softplus(x)
+            assert float(jnp.min(step)) >= 1e-3 * 0.99
+            assert float(jnp.max(step)) <= 0.1 * 1.01
+
+
+def test_stacked_layers_start_apart():
+    model = replace(small().model, depth=4, full_layers=(4,), residual=Plain())
+    params = values(replace(small(), model=model))
+    query = params["2_kda_moe"]["mixer"]["kda"]["query"]
+    assert query.shape[0] == 2
+    assert np.any(np.asarray(query[0] != query[1]))
+
+
+def test_balancing_moves_biases_in_training_alone():
+    cfg = small()
+    before, after, reports = steps(cfg, 1)
+    bias = lambda state: np.asarray(state.params["2_kda_moe"]["channel"]["moe"]["router_bias"])
+    assert not bias(before).any()
+    assert bias(after).any()
+    np.testing.assert_allclose(bias(after).mean(), 0, atol=1e-6)
+    sums = jax.jit(lambda p, b: evaluate_step(cfg.model, p, b))(after.params, rows(cfg))
+    assert float(sums.tokens) > 0, "evaluation returns sums and no parameters: there is nothing to move"
+    # A batch is routed by the bias of the step before: the first step's loads are those of bias 0.
+    out = jax.jit(lambda p, b: K3(cfg.model).apply({"params": p}, b["tokens"], b["segment_ids"]).reports)
+    fresh = jax.device_get(out(before.params, rows(cfg)))
+    np.testing.assert_array_equal(loads(cfg.model, fresh), loads(cfg.model, reports[0]["layers"]))
+
+
+def test_no_gradient_reaches_a_bias():
+    cfg = small()
+    gradient = jax.jit(jax.grad(lambda p: loss_sums(cfg.model, p, rows(cfg))[0].loss))(values(cfg))
+    for name in ("2_kda_moe", "3_mla_moe"):
+        np.testing.assert_array_equal(gradient[name]["channel"]["moe"]["router_bias"], 0)
+        assert gradient[name]["channel"]["moe"]["router_bias"].dtype == jnp.float32
+
+
+def test_logits_above_tau_are_clipped_back():
+    """After a step that saw logits above tau, the same rows give at most tau; other weights are left."""
+    cfg = small()
+    params = values(cfg)
+    mla = params["3_mla_moe"]["mixer"]["mla"]
+    loud = jax.tree.map(lambda x: x, params)
+    loud["3_mla_moe"]["mixer"]["mla"] = mla | {"query_up": 60 * mla["query_up"], "key_up": 60 * mla["key_up"]}
+
+    def largest(params):
+        out = K3(cfg.model).apply({"params": params}, rows(cfg)["tokens"], rows(cfg)["segment_ids"])
+        return np.asarray(out.reports["3_mla_moe"]["mixer"].maxima["max_logit_H"])
+
+    from k3jax.train.step import _clip_logits
+
+    tau = float(largest(loud).max()) / 3
+    seen = jax.jit(
+        lambda p: K3(cfg.model).apply({"params": p}, rows(cfg)["tokens"], rows(cfg)["segment_ids"]).reports
+    )
+    clipped = _clip_logits(cfg.model, loud, seen(loud), tau)
+    assert largest(clipped).max() <= tau * 1.001
+    unchanged = jax.tree.map(lambda a, b: bool(np.all(np.asarray(a) == np.asarray(b))), loud, clipped)
+    moved = {
+        jax.tree_util.keystr(path)
+        for path, same in jax.tree_util.tree_leaves_with_path(unchanged)
+        if not same
+    }
+    assert moved == {"['3_mla_moe']['mixer']['mla']['key_up']", "['3_mla_moe']['mixer']['mla']['query_up']"}
+    assert not jax.tree.reduce(lambda a, b: a or not b, jax.tree.map(
+        lambda a, b: bool(np.all(np.asarray(a) == np.asarray(b))), loud, _clip_logits(cfg.model, loud, seen(loud), 1e9)
+    ), False)  # fmt: skip
+
+
+def test_a_step_that_is_not_finite_leaves_the_state():
+    cfg = small()
+    before, after, reports = steps(replace(cfg, optim=replace(cfg.optim, lr=1e2, clip=None)), 1)
+    poisoned = jax.tree.map(lambda x: x, before.params) | {"embedding": before.params["embedding"] * np.nan}
+    from functools import partial
+
+    from k3jax.optim.build import build
+    from k3jax.train.step import train_step
+
+    optimiser = build(cfg.optim, shapes(cfg.model), cfg.run.steps)
+    state, report = jax.jit(partial(train_step, cfg, optimiser))(before.replace(params=poisoned), rows(cfg))
+    assert not bool(report["finite"])
+    assert int(state.step) == int(before.step)
+    jax.tree.map(np.testing.assert_array_equal, state.params, poisoned)
+    assert bool(reports[0]["finite"])
+    assert int(after.step) == 1
+
+
+def change(model=None, optim=None):
+    """A small config with other parts."""
+    cfg = small()
+    return replace(cfg, model=replace(cfg.model, **(model or {})), optim=replace(cfg.optim, **(optim or {})))
+
+
+# Every choice of every switch stands in one of these, so that each trains in few compilations.
+MIXTURES = {
+    "kimi_linear_like": lambda: change(
+        {
+            "linear": KdaConfig(
+                heads=3, key=8, value=4, decay=Unbounded(), gate=LowRank(4), rate_init="uniform"
+            ),
+            "full": MlaConfig(heads=2, key=8, shared=4, value=8, latent=16, query_rank=None, gate=NoGate()),
+            "moe": MoeConfig(
+                experts=8, active=2, hidden=16, activation=Swiglu(), balance=Sign(0.01), scale=2.4
+            ),
+            "dense": DenseConfig(32, Swiglu()),
+            "residual": Plain(),
+            "remat": "none",
+        },
+        {"matrices": AdamW(), "schedule": Wsd(), "qk_clip": None, "clip": None},
+    ),
+    "k2_like": lambda: change(
+        {
+            "linear": None,
+            "full_layers": 1,
+            "full": MlaConfig(heads=2, key=8, shared=4, value=8, latent=16, query_rank=16, positions=RoPE()),
+            "moe": MoeConfig(experts=8, active=2, hidden=16, shared=0, normalise=False, balance=Auxiliary()),
+            "residual": FullAttnRes(),
+            "tie_embeddings": True,
+            "remat": "products",
+        },
+        {"matrices": Muon(split="matrix", precision="bfloat16"), "z_loss": 1e-3, "accumulate": 2},
+    ),
+    "linear_alone": lambda: change(
+        {
+            "full": None,
+            "full_layers": (),
+            "linear": KdaConfig(heads=2, key=8, value=8, taps=1, gate=NoGate()),
+            "dense": None,
+            "dense_layers": 0,
+            "residual": BlockAttnRes(2),
+            "dtype": "bfloat16",
+            "remat": "module",
+        },
+        {"matrices": Muon(split="every_head")},
+    ),
+    "no_latent_norm": lambda: change(
+        {
+            "moe": replace(small().model.moe, norm="none", balance=Unbalanced()),
+            "remat": "ops",
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_every_switch_trains(name):
+    cfg = MIXTURES[name]()
+    before, after, reports = steps(cfg, 3, same_rows=True)
+    losses = [float(report["loss"]) for report in reports]
+    assert losses[-1] < losses[0]
+    for (path, w), old, new in zip(
+        leaves(shapes(cfg.model)), jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True
+    ):
+        assert new.dtype == jnp.float32, path
+        still = w.rule == "balance" or (path[0].startswith("1_") and "read" in path[-1])
+        moved = np.any(np.asarray(old != new))
+        assert moved or still, f"{path} did not move"
+
+
+@pytest.mark.parametrize("remat", ["none", "products", "module"])
+def test_remat_changes_no_number(remat, plain_steps):
+    """Values to rounding: what is kept for the backward pass is no matter of arithmetic."""
+    _, after, _ = steps(replace(small(), model=replace(small().model, remat=remat)), 3)
+    close(after.params, plain_steps[1].params)
+
+
+def test_reports_come_in_order_of_depth(plain_steps):
+    found = list(by_layer(small().model, plain_steps[2][0]["layers"], "means", "read_S"))
+    assert [(layer, part) for layer, part, _ in found] == [
+        (layer, part) for layer in (1, 2, 3) for part in ("mixer", "channel")
+    ]
+    for _, _, weights_S in found:
+        np.testing.assert_allclose(np.sum(weights_S), 1, rtol=1e-5)
+
+
+def test_boxes_are_weights():
+    assert all(is_weight(w) for _, w in leaves(shapes(small().model)))

@@ -69,7 +69,8 @@ def run_stack(cfg: ModelConfig, params, embedded_BTD, states, segments):
     """Runs all layers.
 
     Args:
-      params: leaf name -> {"mixer", "channel"} -> parameters with the leaf's leading axes.
+      params: leaf name -> {"mixer", "channel"} -> parameters with the leaf's leading axes; other
+        entries are left alone.
       embedded_BTD: the embedding. states: leaf name -> mixer state with the same leading axes, or
         None; no gradient flows through them. segments: `Segments` or None.
 
@@ -82,7 +83,8 @@ def run_stack(cfg: ModelConfig, params, embedded_BTD, states, segments):
             facts = block_facts(cfg, leaf)
             state = None if states is None else jax.lax.stop_gradient(states[leaf.name])
             fixed[leaf.name] = Fixed(jnp.asarray(facts.opens), jnp.asarray(facts.slot), state)
-    stream, (states_after, reports) = _stack(cfg, params, embedded_BTD, fixed, segments)
+    mine = {name: params[name] for name in fixed}
+    stream, (states_after, reports) = _stack(cfg, mine, embedded_BTD, fixed, segments)
     return stream, None if states is None else states_after, reports
 
 

@@ -10,12 +10,13 @@ from flax import struct
 from k3jax.axes import Constant, Normal, draw, is_weight, least, shard, stacked, weight
 from k3jax.config import ModelConfig, Plain
 from k3jax.depth import run_stack, units
+from k3jax.layers.norm import rms_norm
 from k3jax.layers.residual import read
 from k3jax.layout import Leaf, bank_size, plan
 from k3jax.report import Report
 from k3jax.segments import compact, reorder
 from k3jax.state import State
-from k3jax.unit import mean_over_tokens, rms
+from k3jax.unit import mean_over_tokens
 
 
 @struct.dataclass
@@ -56,57 +57,63 @@ class K3(nn.Module):
           states: from `K3.empty_states` or an earlier call, to go on where that one stopped; no
             gradient flows through them.
         """
+        params = self._declare()
+        if self.is_initializing():  # the parameters are there: no need to run the stack
+            return Output(jnp.zeros((*tokens.shape, self.cfg.vocabulary)), None, jnp.zeros(()), {})
+        return _forward(self.cfg, params, tokens, segment_ids, states)
+
+    def _declare(self) -> dict[str, Any]:
+        """Every parameter by name: the ends' arrays, and a tree for each run of layers."""
         cfg = self.cfg
         sizes = dict(D=cfg.width, Y=cfg.vocabulary)
-        init = Normal(cfg.init_std)
-        table_YD = weight(self, "embedding", "YD", sizes, init, "adamw", decayed=True)
-        params = {
-            leaf.name: self.param(leaf.name, _init_leaf, cfg, leaf)
-            for group in plan(cfg)
-            for leaf in group.leaves
-        }
-        dtype = jnp.dtype(cfg.dtype) if cfg.dtype else table_YD.dtype
-
-        order_BT, segments, last_id_B = None, None, None
-        if segment_ids is not None:
-            order_BT, segments, last_id_B = compact(segment_ids, None if states is None else states.last_id_B)
-            tokens = jnp.take_along_axis(tokens, order_BT, axis=1)
-        elif states is not None:
-            # Without ids, all tokens are of segment 1, and go on if the carried one was.
-            ones = jnp.ones(tokens.shape, jnp.int32)
-            _, segments, last_id_B = compact(ones, states.last_id_B)
-
-        x_BTD = shard(table_YD.astype(dtype)[tokens], "BTD")
-        if self.is_initializing():  # the stack's parameters are there: no need to run it
-            reports, layers, penalty = {}, None, jnp.zeros((), jnp.float32)
-        else:
-            layer_states = None if states is None else states.layers
-            stream, layers, reports = run_stack(cfg, params, x_BTD, layer_states, segments)
-            bank_SBTD, penalty = stream
-            x_BTD = bank_SBTD[-1]
+        vector = lambda name, value: weight(self, name, "D", sizes, Constant(value), "adamw")
+        table = lambda name, spec: weight(
+            self, name, spec, sizes, Normal(cfg.init_std), "adamw", decayed=True
+        )
+        params = {"embedding": table("embedding", "YD")}
+        for group in plan(cfg):
+            for leaf in group.leaves:
+                params[leaf.name] = self.param(leaf.name, _init_leaf, cfg, leaf)
         if not isinstance(cfg.residual, Plain):
-            query_D = weight(self, "read_query", "D", sizes, Constant(0.0), "adamw")
-            gain_D = weight(self, "read_norm", "D", sizes, Constant(1.0), "adamw")
-            if not self.is_initializing():
-                x_BTD, mix_SBT = read(bank_SBTD, query_D, gain_D, bank_size(cfg), cfg.norm_eps)
-                reports["final"] = Report(means={"read_S": mean_over_tokens(mix_SBT, segments)})
-        x_BTD = rms(self, "norm", x_BTD, cfg)
-        if segments is not None:
-            x_BTD = jnp.where(segments.real_BT[..., None], x_BTD, 0)
-        if order_BT is not None:
-            x_BTD = reorder(x_BTD, jnp.argsort(order_BT, axis=1), order_BT)
-        wide = jnp.promote_types(dtype, jnp.float32)
-        if cfg.tie_embeddings:
-            head_DY = table_YD.T
-        else:
-            head_DY = weight(self, "head", "D->Y", sizes, init, "adamw", decayed=True)
-        logits = jnp.einsum("btd,dy->bty", x_BTD, head_DY.astype(dtype), preferred_element_type=wide)
-        states = None if states is None else State(last_id_B, layers)
-        return Output(shard(logits, "BTY"), states, penalty, reports)
+            params |= {"read_query": vector("read_query", 0.0), "read_norm": vector("read_norm", 1.0)}
+        params["norm"] = vector("norm", 1.0)
+        params["head"] = params["embedding"].T if cfg.tie_embeddings else table("head", "D->Y")
+        return params
 
     def empty_states(self, batch: int, dtype=jnp.float32) -> State:
         """The states before any token, for `batch` rows; `dtype` is what activations are in."""
         return State.empty(self.cfg, batch, dtype)
+
+
+def _forward(cfg: ModelConfig, params, tokens, segment_ids, states: State | None) -> Output:
+    dtype = jnp.dtype(cfg.dtype) if cfg.dtype else params["embedding"].dtype
+    order_BT, segments, last_id_B = None, None, None
+    if segment_ids is not None:
+        order_BT, segments, last_id_B = compact(segment_ids, None if states is None else states.last_id_B)
+        tokens = jnp.take_along_axis(tokens, order_BT, axis=1)
+    elif states is not None:
+        # Without ids, all tokens are of segment 1, and go on if the carried one was.
+        _, segments, last_id_B = compact(jnp.ones(tokens.shape, jnp.int32), states.last_id_B)
+
+    x_BTD = shard(params["embedding"].astype(dtype)[tokens], "BTD")
+    before = None if states is None else states.layers
+    (bank_SBTD, penalty), layers, reports = run_stack(cfg, params, x_BTD, before, segments)
+    if isinstance(cfg.residual, Plain):
+        x_BTD = bank_SBTD[0]
+    else:
+        x_BTD, mix_SBT = read(
+            bank_SBTD, params["read_query"], params["read_norm"], bank_size(cfg), cfg.norm_eps
+        )
+        reports["final"] = Report(means={"read_S": mean_over_tokens(mix_SBT, segments)})
+    x_BTD = rms_norm(x_BTD, params["norm"], cfg.norm_eps)
+    if segments is not None:
+        x_BTD = jnp.where(segments.real_BT[..., None], x_BTD, 0)
+    if order_BT is not None:
+        x_BTD = reorder(x_BTD, jnp.argsort(order_BT, axis=1), order_BT)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    logits = jnp.einsum("btd,dy->bty", x_BTD, params["head"].astype(dtype), preferred_element_type=wide)
+    after = None if states is None else State(last_id_B, layers)
+    return Output(shard(logits, "BTY"), after, penalty, reports)
 
 
 def _init_leaf(key, cfg: ModelConfig, leaf: Leaf) -> Any:

@@ -35,17 +35,16 @@ class Unit(nn.Module):
         Returns:
           ((y_BTD, penalty), (state, Report)); the first pair is differentiable.
         """
+        vector = lambda name, value: weight(self, name, "D", dict(D=self.cfg.width), Constant(value), "adamw")
         means = {}
         if isinstance(self.cfg.residual, Plain):
             x_BTD = bank_SBTD[0]
         else:
-            sizes = dict(D=self.cfg.width)
-            query_D = weight(self, "read_query", "D", sizes, Constant(0.0), "adamw")
-            gain_D = weight(self, "read_norm", "D", sizes, Constant(1.0), "adamw")
+            query_D, gain_D = vector("read_query", 0.0), vector("read_norm", 1.0)
             count = slot + jnp.where(opens, 0, 1)
             x_BTD, mix_SBT = read(bank_SBTD, query_D, gain_D, count, self.cfg.norm_eps)
             means["read_S"] = mean_over_tokens(mix_SBT, segments)
-        x_BTD = shard(rms(self, "norm", x_BTD, self.cfg), "BTD")
+        x_BTD = shard(rms_norm(x_BTD, vector("norm", 1.0), self.cfg.norm_eps), "BTD")
         (y_BTD, penalty), (state, report) = self._body(x_BTD, state, segments)
         return (shard(y_BTD, "BTD"), penalty), (state, report.with_means(**means))
 
@@ -95,12 +94,6 @@ def empty_state(part: Any, cfg: ModelConfig, batch: int, dtype) -> Any:
             return MlaState.empty(part, batch, dtype)
         case _:
             return part.empty_state(batch, cfg.width, dtype)
-
-
-def rms(module: nn.Module, name: str, x_BTD, cfg: ModelConfig):
-    """A full-width RMSNorm with a weight of its own."""
-    gain_D = weight(module, name, "D", dict(D=cfg.width), Constant(1.0), "adamw")
-    return rms_norm(x_BTD, gain_D, cfg.norm_eps)
 
 
 def mean_over_tokens(x_SBT, segments):

@@ -358,24 +358,15 @@ def test_the_carried_memory_is_that_of_the_last_document():
 @pytest.mark.parametrize("carried", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), *(pytest.param(x, marks=EMPTY) for x in ((2, 0), (0, 5)))])
 def test_short_and_empty_batches(shape, packed, carried):
-    """A result of that shape, or a message that names it."""
     B, length = shape
     text, ids = np.zeros(shape, np.int32), np.ones(shape, int) if packed else None
     run = partial(MODEL.apply, {"params": params()})
-    try:
-        out = jax.eval_shape(run, text, ids, empty_states(B) if carried else None)
-    except ValueError as error:
-        assert str(shape) in str(error)
-    else:
-        assert out.logits.shape == (B, length, CFG.vocabulary)
+    out = jax.eval_shape(run, text, ids, empty_states(B) if carried else None)
+    assert out.logits.shape == (B, length, CFG.vocabulary)
 
 
 @pytest.mark.parametrize("shape", [pytest.param(x, marks=EMPTY) for x in ((2, 0), (0, 5))])
 def test_an_empty_batch_has_zero_gradients(shape):
-    try:
-        out, d = gradients(np.zeros(shape, np.int32), np.ones(shape, int), np.zeros((*shape, CFG.vocabulary)))
-    except ValueError as error:
-        assert str(shape) in str(error)
-    else:
-        assert not any(np.any(x) for x in jax.tree.leaves(d))
-        assert all(not np.any(np.isnan(x)) for x in jax.tree.leaves(out.reports))
+    out, d = gradients(np.zeros(shape, np.int32), np.ones(shape, int), np.zeros((*shape, CFG.vocabulary)))
+    assert not any(np.any(x) for x in jax.tree.leaves(d))
+    assert not any(np.any(np.isnan(x)) for x in jax.tree.leaves(out.reports))

@@ -72,7 +72,8 @@ class Checkpoints:
         except Exception as error:  # whatever a full or vanished disk leads to, below three libraries
             whole = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(
-                f"{self._directory}: a checkpoint could not be written ({_said(error)}); complete ones: {whole}"
+                f"{self._directory}: a checkpoint could not be written ({_said(error)}); "
+                f"complete ones: {whole}"
             ) from error
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:

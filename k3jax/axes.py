@@ -217,9 +217,13 @@ def weight(module: nn.Module, name: str, spec: str, sizes: Mapping[str, int], in
 
 
 def project(module: nn.Module, name: str, spec: str, sizes: Mapping[str, int], init: Init, x_BTD, rule=None):
-    """x through the linear map `spec`, computed in x's dtype."""
-    w = weight(module, name, spec, sizes, init, rule)
-    return jnp.einsum(Spec.parse(spec).einsum(), x_BTD, w.astype(x_BTD.dtype))
+    """x through the linear map `spec`, computed in x's dtype.
+
+    What fsdp cuts is gathered here, after the cast: rows stay where they are, and weights come.
+    """
+    parsed = Spec.parse(spec)
+    w = shard(weight(module, name, spec, sizes, init, rule).astype(x_BTD.dtype), parsed.letters)
+    return jnp.einsum(parsed.einsum(), x_BTD, w)
 
 
 # ---- meshes ----

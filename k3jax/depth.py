@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from k3jax.axes import shard
 from k3jax.config import ModelConfig, Remat
 from k3jax.layout import Leaf, bank_size, block_facts, plan
 from k3jax.unit import Unit
@@ -113,7 +114,7 @@ def _walk(cfg: ModelConfig, layer: Callable, carry, xs, reverse=False):
 
 def _start(cfg: ModelConfig, embedded_BTD) -> Stream:
     bank = jnp.zeros((bank_size(cfg), *embedded_BTD.shape), embedded_BTD.dtype).at[0].set(embedded_BTD)
-    return Stream(bank, jnp.zeros((), jnp.promote_types(embedded_BTD.dtype, jnp.float32)))
+    return Stream(shard(bank, "_BTD"), jnp.zeros((), jnp.promote_types(embedded_BTD.dtype, jnp.float32)))
 
 
 def _put(bank_SBTD, x_BTD, slot):
@@ -222,6 +223,7 @@ def _stack_backward(cfg, residuals, cotangents):
             d_sum = _get(d_bank, slot)
             d_params[part], d_read = pull((d_sum.astype(bank.dtype), d_penalty))
             d_bank = _put(d_bank, jnp.where(opens, 0, d_sum), slot) + d_read.astype(d_bank.dtype)
+            d_bank = shard(d_bank, "_BTD")
         return (bank, d_bank), d_params
 
     # Many reads add to one source's gradient: the sums are kept in float32 or more.

@@ -90,10 +90,9 @@ def estimate(cfg: Config, devices: int) -> Memory:
     sizes = cfg.mesh.sizes(devices)
     shards, rows = sizes["data"] * sizes["fsdp"] * sizes["expert"], cfg.data.batch // cfg.optim.accumulate
     if rows % shards:
-        raise ConfigError(
-            f"DataConfig.batch={cfg.data.batch}: its micro-batches of {rows} rows must divide over {shards} devices"
-        )
-    mesh = AbstractMesh(tuple(sizes[name] for name in MESH_AXES), MESH_AXES)
+        at_once = f"its micro-batches of {rows} rows must divide over {shards} devices"
+        raise ConfigError(f"DataConfig.batch={cfg.data.batch}: {at_once}")
+    mesh: Any = AbstractMesh(tuple(sizes[name] for name in MESH_AXES), MESH_AXES)
     boxes = shapes(cfg.model)
     places = jax.tree.leaves(weight_shardings(boxes, mesh))
     weights = jax.tree.leaves(boxes, is_leaf=is_weight)
@@ -105,7 +104,7 @@ def estimate(cfg: Config, devices: int) -> Memory:
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         rows, length = rows // shards, cfg.data.length
         saved, reports = _forward(cfg.model, boxes, rows, length)
-        working = max(_module(cfg.model, sizes["fsdp"] > 1, rows, length))
+        working = max(_modules(cfg.model, sizes["fsdp"] > 1, rows, length))
     wide = 8 if cfg.model.dtype == "float64" else 4
     times = 1 if cfg.optim.accumulate == 1 else 2
     return Memory(
@@ -130,48 +129,50 @@ def _bytes(tree: Any) -> int:
     return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 
 
-def _residuals(f: Any, *inputs: Any) -> tuple[Any, Any]:
-    """(what f's pullback holds beside its inputs, its auxiliary result); the first input is differentiated."""
-    _, pull, aux = jax.vjp(lambda x: f(x, *inputs[1:]), inputs[0], has_aux=True)
-    known = {id(x) for x in jax.tree.leaves(inputs)}
-    return [x for x in jax.tree.leaves(pull) if id(x) not in known], aux
+def _apply(module: nn.Module, params: Any, *inputs: Any) -> Any:
+    return module.apply({"params": params}, *inputs)
 
 
 def _forward(cfg: ModelConfig, boxes: Any, rows: int, length: int) -> tuple[int, int]:
-    """(bytes kept for the backward pass, bytes of the layers' reports)."""
+    """(bytes kept for the backward pass beside the inputs, bytes of the layers' reports)."""
     ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
 
-    def run(params, tokens, segment_ids):
-        out = K3(cfg).apply({"params": params}, tokens, segment_ids)
-        return (out.logits, out.penalty), out.reports
+    def forward(params, tokens, segment_ids):
+        def run(params):
+            out = _apply(K3(cfg), params, tokens, segment_ids)
+            return (out.logits, out.penalty), out.reports
 
-    saved, reports = jax.eval_shape(lambda *inputs: _residuals(run, *inputs), nn.meta.unbox(boxes), ids, ids)
+        _, pull, reports = jax.vjp(run, params, has_aux=True)
+        inputs = {id(x) for x in jax.tree.leaves((params, tokens, segment_ids))}
+        return [x for x in jax.tree.leaves(pull) if id(x) not in inputs], reports
+
+    saved, reports = jax.eval_shape(forward, nn.meta.unbox(boxes), ids, ids)
     return _bytes(saved), _bytes(reports)
 
 
-def _module(cfg: ModelConfig, gathered: bool, rows: int, length: int) -> Iterator[int]:
+def _modules(cfg: ModelConfig, gathered: bool, rows: int, length: int) -> Iterator[int]:
     """Bytes that the backward pass of each kind of module takes for itself."""
     dtype = jnp.dtype(cfg.dtype or "float32")
+    wide = jnp.promote_types(dtype, jnp.float32)
     shape = (bank_size(cfg), rows, length, cfg.width)
-    bank, output = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[1:], dtype)
-    ids = lambda dtype: jax.ShapeDtypeStruct(shape[1:3], dtype)
-    penalty = jax.ShapeDtypeStruct((), jnp.promote_types(dtype, jnp.float32))
-    carried = math.prod(shape) * (dtype.itemsize + 4)  # the sources and their gradient, in float32
-    for part in {
-        part: None for group in plan(cfg) for leaf in group.leaves for part in (leaf.mixer, leaf.channel)
-    }:
+    bank, y = (jax.ShapeDtypeStruct(shape[at:], dtype) for at in (0, 1))
+    zeros = lambda dtype: jnp.zeros(shape[1:3], dtype)
+    segments = jax.eval_shape(lambda: Segments(zeros(jnp.int32), zeros(jnp.bool_)))
+    carried = math.prod(shape) * (dtype.itemsize + wide.itemsize)  # the sources, and their gradient
+    leaves = [leaf for group in plan(cfg) for leaf in group.leaves]
+    for part in {part: None for leaf in leaves for part in (leaf.mixer, leaf.channel)}:
         unit, place = Unit(part, cfg), (jnp.bool_(True), jnp.int32(0), None)
-        one = jax.ShapeDtypeStruct((shape[0], 1, 1, cfg.width), dtype)
+        token = jax.ShapeDtypeStruct((shape[0], 1, 1, cfg.width), dtype)
         init = lambda bank, unit=unit, place=place: unit.init(jax.random.key(0), bank, *place, None)
-        params = nn.meta.unbox(jax.eval_shape(init, one)["params"])
+        params = nn.meta.unbox(jax.eval_shape(init, token)["params"])
 
         def backward(params, bank, segments, cotangents, unit=unit, place=place):
-            run = lambda params, bank: unit.apply({"params": params}, bank, *place, segments)
+            run = lambda params, bank: _apply(unit, params, bank, *place, segments)
             _, pull, _ = jax.vjp(run, params, bank, has_aux=True)
             return pull(cotangents)
 
-        segments = Segments(ids(jnp.int32), ids(jnp.bool_))
-        traced = jax.make_jaxpr(backward)(params, bank, segments, (output, penalty))
+        cotangents = (y, jax.ShapeDtypeStruct((), wide))
+        traced = jax.make_jaxpr(backward)(params, bank, segments, cotangents)
         # Cut parameters are put together for the module at hand.
         yield carried + SLACK * live_bytes(traced.jaxpr) + gathered * _bytes(params)
 

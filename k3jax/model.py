@@ -95,7 +95,7 @@ def _forward(cfg: ModelConfig, params, tokens, segment_ids, states: State | None
         # Without ids, all tokens are of segment 1, and go on if the carried one was.
         _, segments, last_id_B = compact(jnp.ones(tokens.shape, jnp.int32), states.last_id_B)
 
-    x_BTD = shard(params["embedding"].astype(dtype)[tokens], "BTD")
+    x_BTD = shard(shard(params["embedding"].astype(dtype), "YD")[tokens], "BTD")
     before = None if states is None else states.layers
     (bank_SBTD, penalty), layers, reports = run_stack(cfg, params, x_BTD, before, segments)
     if isinstance(cfg.residual, Plain):
@@ -111,7 +111,8 @@ def _forward(cfg: ModelConfig, params, tokens, segment_ids, states: State | None
     if order_BT is not None:
         x_BTD = reorder(x_BTD, jnp.argsort(order_BT, axis=1), order_BT)
     wide = jnp.promote_types(dtype, jnp.float32)
-    logits = jnp.einsum("btd,dy->bty", x_BTD, params["head"].astype(dtype), preferred_element_type=wide)
+    head_DY = shard(params["head"].astype(dtype), "DY")
+    logits = jnp.einsum("btd,dy->bty", x_BTD, head_DY, preferred_element_type=wide)
     after = None if states is None else State(last_id_B, layers)
     return Output(shard(logits, "BTY"), after, penalty, reports)
 

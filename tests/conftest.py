@@ -1,6 +1,9 @@
 """Eight CPU devices, quick compiles, strict broadcasting: set before jax is imported."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 FLAGS = (
     "--xla_force_host_platform_device_count=8",
@@ -9,7 +12,12 @@ FLAGS = (
 )
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
-import jax  # noqa: E402 (the flags come first)
-
-jax.config.update("jax_numpy_rank_promotion", "raise")
+# Runs of one config compile the same programs: within a session, and in processes that a test
+# starts, each is made once.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    cache = tempfile.mkdtemp(prefix="k3jax-tests-")
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "2"

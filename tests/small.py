@@ -13,7 +13,6 @@ from k3jax.config import (
     DenseConfig,
     KdaConfig,
     LatentMoeConfig,
-    MeshConfig,
     MlaConfig,
     ModelConfig,
     OptimConfig,
@@ -41,7 +40,6 @@ def small() -> Config:
         ),
         optim=OptimConfig(lr=5e-3),
         data=DataConfig(length=32, batch=8),
-        mesh=MeshConfig(data=1),
         run=RunConfig(
             name="small", steps=8, log_every=1, evaluate_every=4, evaluate_rows=8, checkpoint_every=2
         ),

@@ -80,10 +80,11 @@ def test_accumulation_changes_nothing(plain_steps):
     close(one[1].params, four[1].params)
 
 
-def test_eight_devices_equal_one(plain_steps):
+def test_eight_devices_equal_one(plain_steps, capfd):
     """Rows over data and fsdp, parameters over fsdp: the same numbers."""
     cfg = replace(small(), mesh=MeshConfig(data=4, fsdp=2))
     before, after, reports = steps(cfg, 3, devices=jax.devices()[:8])
+    assert "Involuntary" not in capfd.readouterr().err, "the compiler had to copy a whole array everywhere"
     for a, b in zip(plain_steps[2], reports, strict=True):
         np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-5)
     np.testing.assert_array_equal(*(loads(cfg.model, run[0]["layers"]) for run in (plain_steps[2], reports)))
@@ -94,9 +95,9 @@ def test_eight_devices_equal_one(plain_steps):
     for (path, x), w in zip(jax.tree_util.tree_leaves_with_path(after.params), boxes.values(), strict=True):
         cut = any("fsdp" in axes for axes in weight_cuts(w))
         assert x.addressable_shards[0].data.size == x.size // (2 if cut else 1), path
-    big = [x for x in jax.tree.leaves(after.opt_state) if x.ndim > 2]
-    assert big
-    assert all(x.addressable_shards[0].data.size < x.size for x in big)
+    moments = [x for x in jax.tree.leaves(after.opt_state) if x.size >= 1024]
+    assert moments
+    assert all(x.addressable_shards[0].data.size == x.size // 2 for x in moments)
 
 
 def close(a, b):

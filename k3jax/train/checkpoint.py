@@ -1,5 +1,6 @@
 """Checkpoints by Orbax: asynchronous, the last few kept, complete or ignored."""
 
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -33,16 +34,15 @@ class Checkpoints:
         )
         self._directory.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
-
-    def steps(self) -> list[int]:
-        """The complete checkpoints, oldest first; warns about incomplete ones."""
-        entries = [x.name for x in self._directory.iterdir()]
-        steps = sorted(int(name) for name in entries if name.isdigit() and self._complete(int(name)))
-        left = sorted(name for name in entries if not (name.isdigit() and int(name) in steps))
-        if left:
+        whole = set(map(str, self.steps()))
+        if left := sorted(x.name for x in self._directory.iterdir() if x.name not in whole):
             message = f"{self._directory}: ignored, incomplete: {', '.join(left)}"
             warnings.warn(message, PartialCheckpoint, stacklevel=2)
-        return steps
+
+    def steps(self) -> list[int]:
+        """The complete checkpoints, oldest first."""
+        numbers = (int(x.name) for x in self._directory.iterdir() if x.name.isdigit())
+        return sorted(step for step in numbers if self._complete(step))
 
     def _complete(self, step: int) -> bool:
         return all((self._directory / str(step) / name).exists() for name in PARTS)
@@ -56,7 +56,15 @@ class Checkpoints:
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(position)
         )
-        self._careful(lambda: self._manager.save(step, args=arguments, force=True))
+
+        def write() -> None:
+            place = self._directory / str(step)
+            if place.exists() and not self._complete(step):  # kept, out of the way
+                place.rename(place.with_name(f"{step}.incomplete-{time.time_ns()}"))
+                self._manager.reload()
+            self._manager.save(step, args=arguments, force=True)
+
+        self._careful(write)
 
     def wait(self) -> None:
         """Returns when everything saved is on disk.
@@ -82,9 +90,7 @@ class Checkpoints:
         Raises:
           CheckpointError: the step is not there, is damaged, or is of another model.
         """
-        arguments = ocp.args.Composite(
-            state=ocp.args.StandardRestore(like), position=ocp.args.JsonRestore()
-        )
+        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(like), position=ocp.args.JsonRestore())
         try:
             found = self._manager.restore(step, args=arguments)
         except Exception as error:  # whatever a damaged file leads to, below three libraries

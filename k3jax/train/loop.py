@@ -66,9 +66,12 @@ def _train(setup: Setup, run: rundir.RunDirectory, announcer: Announcer) -> None
     bigram = cross_entropy(fit_bigram(setup.manifest), setup.validation_rows())
     recorder = Recorder(setup, run, announcer)
     pending: tuple[int, Any] | None = None
+    kept = step
 
     def keep() -> None:
+        nonlocal kept
         checkpoints.save(step, state, {"step": step, "stream": stream.get_state()})
+        kept = step
 
     def settle() -> None:
         """Reads the numbers of the last step that has not been looked at."""
@@ -93,11 +96,11 @@ def _train(setup: Setup, run: rundir.RunDirectory, announcer: Announcer) -> None
                 settle()
                 loss = mean_loss(evaluate, state.params, validation)
                 recorder.validation(step, loss, bigram, report, state.params)
-            if step % cfg.run.checkpoint_every == 0 and step < steps:
+            if step % cfg.run.checkpoint_every == 0:
                 settle()
                 keep()
         settle()
-        if step not in checkpoints.steps():
+        if kept != step:
             keep()
     checkpoints.wait()
     checkpoints.close()

@@ -30,7 +30,8 @@ class Case:
 
     @property
     def query_index(self) -> np.ndarray | None:
-        return None if self.segments is None else self.key_index[:, self.S - self.T :]
+        key_index = self.key_index
+        return None if key_index is None else key_index[:, self.S - self.T :]
 
 
 SMALL = {  # around a block of 8

@@ -66,12 +66,12 @@ def decays(g_NBHCK, bounded: bool, mask: Masks | None) -> Decays:
     i, j = np.arange(tile)[:, None], np.arange(tile)[None, :]
     to_here, to_end = jnp.split(sums(np.concatenate([j <= i, j > i]), g), 2, axis=-2)
     # From the tile's first token, or the first of i's own segment if that comes later.
-    counted = (j > 0) & (j <= i)
+    counted, near = (j > 0) & (j <= i), (j <= i)[(*LEAD, None)]
     if mask is not None:
         index = mask.index_NB1C.reshape(*mask.index_NB1C.shape[:3], R, tile)
         begins = jnp.pad(jnp.diff(index, axis=-1) != 0, [(0, 0)] * 4 + [(1, 0)])
-        own = (index[..., :, None] == index[..., None, :]) & ~begins[..., None, :]
-        counted = counted[(*LEAD, None)] & own
+        near = near & (index[..., :, None] == index[..., None, :])
+        counted = counted[(*LEAD, None)] & near & ~begins[..., None, :]
     after_first = sums(counted, g)
 
     # Over whole tiles: before tile r, after tile r, and between tiles s and r with r's first step.
@@ -106,7 +106,8 @@ def decays(g_NBHCK, bounded: bool, mask: Masks | None) -> Decays:
     within = None
     if not bounded:
         difference = after_first[..., :, None, :] - after_first[..., None, :, :]
-        within = jnp.exp(jnp.where((i >= j)[(*LEAD, None, ..., None)], difference, -jnp.inf))
+        # Sums of two segments start apart: their difference may be anything.
+        within = jnp.exp(jnp.where(near[..., None], difference, -jnp.inf))
     return Decays(enter, leave, whole, jnp.exp(after_first), column, within)
 
 

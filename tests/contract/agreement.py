@@ -28,6 +28,14 @@ def assert_finite(tree) -> None:
 
 
 def cast(arrays, dtype, wide=()):
-    """jax arrays of `dtype`; those whose numbers are in `wide` of at least float32."""
+    """numpy arrays of `dtype`; those whose numbers are in `wide` of at least float32.
+
+    numpy, because every new slice of a jax array is one more program to compile.
+    """
     at_least = jax.numpy.promote_types(dtype, np.float32)
-    return tuple(jax.numpy.asarray(x, at_least if i in wide else dtype) for i, x in enumerate(arrays))
+    dtype = jax.numpy.dtype(dtype)
+    return tuple(np.asarray(x).astype(at_least if i in wide else dtype) for i, x in enumerate(arrays))
+
+
+def to_numpy(tree):
+    return jax.tree.map(np.asarray, tree)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import assert_agree, cast
+from agreement import assert_agree, cast, to_numpy
 
 from pallas_kernels.grouped_matmul import alignment, grouped_matmul
 from pallas_kernels.grouped_matmul.cases import SMALL, Case, draw
@@ -35,7 +35,7 @@ def pullback(rows, weights, group_sizes, cotangent, alignment, implementation):
 def run(implementation, case, dtype="float32", change=lambda rows: rows):
     rows, weights, sizes = draw(case)
     args = cast((change(rows), weights, cotangent(case)), dtype)
-    return pullback(*args[:2], sizes, args[2], case.alignment, implementation)
+    return to_numpy(pullback(*args[:2], sizes, args[2], case.alignment, implementation))
 
 
 def cotangent(case):

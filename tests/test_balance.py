@@ -36,9 +36,12 @@ def count(rule, active, scores_ME, bias_E, real_M=None):
     return balance.local_stats(rule, scores_ME, cutoff_BT[0], bias_E, real_M), load_E, cutoff_BT[0]
 
 
+update = jax.jit(balance.update, static_argnums=0)
+
+
 def next_bias(rule, active, scores_ME, bias_E, memory=None):
     stats, load_E, _ = count(rule, active, scores_ME, bias_E)
-    return balance.update(rule, bias_E, stats, load_E, memory)
+    return update(rule, bias_E, stats, load_E, memory)
 
 
 def max_vio(load_E):
@@ -63,7 +66,7 @@ def test_the_quantile_is_within_a_bin_of_the_sorted_one(tokens, experts, active,
     scores_ME = random_scores(1, tokens, experts)
     bias_E = jnp.asarray(np.linspace(-reach, reach, experts), jnp.float32)
     stats, load_E, cutoff_M = count(rule, active, scores_ME, bias_E)
-    _, memory = balance.update(rule, bias_E, stats, load_E, balance.empty_memory(rule, experts))
+    _, memory = update(rule, bias_E, stats, load_E, balance.empty_memory(rule, experts))
     bin_width = (2 * reach + 2) / bins
     error_E = np.abs(memory["quantile_E"] - exact_quantile(scores_ME, cutoff_M, active))
     assert np.max(error_E) <= bin_width * (1 + 1e-4)
@@ -84,7 +87,7 @@ def test_five_updates_level_the_loads():
     for _ in range(6):
         stats, load_E, _ = count(Quantile(), 4, scores_ME, bias_E)
         seen.append(max_vio(load_E))
-        bias_E, _ = balance.update(Quantile(), bias_E, stats, load_E, None)
+        bias_E, _ = update(Quantile(), bias_E, stats, load_E, None)
     assert 3.0 < seen[0] < 4.0
     np.testing.assert_array_less(seen[1:], [0.32, 0.17, 0.10, 0.07, 0.04])
 
@@ -136,9 +139,9 @@ def test_counts_do_not_depend_on_sharding():
         spread_ME = jax.device_put(scores_ME, NamedSharding(mesh, partition("B_")))
         assert spread_ME.sharding.shard_shape(spread_ME.shape) == (64, 16)
         sharded = count(Quantile(), 4, spread_ME, bias_E)
-        bias, _ = balance.update(Quantile(), bias_E, sharded[0], sharded[1], None)
+        bias, _ = update(Quantile(), bias_E, sharded[0], sharded[1], None)
     chex.assert_trees_all_equal(jax.tree.map(np.asarray, sharded), jax.tree.map(np.asarray, whole))
-    expected, _ = balance.update(Quantile(), bias_E, whole[0], whole[1], None)
+    expected, _ = update(Quantile(), bias_E, whole[0], whole[1], None)
     chex.assert_trees_all_close(np.asarray(bias), np.asarray(expected), rtol=1e-6, atol=1e-6)
 
 
@@ -161,7 +164,7 @@ def test_without_a_real_token_nothing_moves(rule):
     bias_E = jnp.asarray([0.5, -0.25, 0.25, -0.5])
     stats, load_E, _ = count(rule, 2, random_scores(9, 32, 4), bias_E, jnp.zeros(32, bool))
     memory = balance.empty_memory(rule, 4)
-    after, memory_after = balance.update(rule, bias_E, stats, load_E, memory)
+    after, memory_after = update(rule, bias_E, stats, load_E, memory)
     chex.assert_trees_all_equal(after, bias_E)
     chex.assert_trees_all_equal(memory_after, memory)
 
@@ -175,7 +178,7 @@ def test_biases_stay_float32(rule):
 
 def test_the_sign_rule_moves_each_bias_by_its_step():
     load_E = jnp.asarray([10, 2, 6, 6], jnp.int32)
-    bias_E, memory = balance.update(Sign(0.125), jnp.asarray([0.5, 0.5, 0.5, -0.5]), None, load_E, None)
+    bias_E, memory = update(Sign(0.125), jnp.asarray([0.5, 0.5, 0.5, -0.5]), None, load_E, None)
     chex.assert_trees_all_equal(bias_E, jnp.asarray([0.375, 0.625, 0.5, -0.5]))
     assert memory is None
 
@@ -185,7 +188,7 @@ def test_the_sign_rule_levels_the_loads_step_by_step():
     for _ in range(60):
         _, load_E, _ = count(Sign(0.01), 4, scores_ME, bias_E)
         seen.append(max_vio(load_E))
-        bias_E, _ = balance.update(Sign(0.01), bias_E, None, load_E, None)
+        bias_E, _ = update(Sign(0.01), bias_E, None, load_E, None)
     assert seen[-1] < 0.25 * seen[0]
     assert seen[1] > 0.8 * seen[0]  # a step of its own size, not a jump
 
@@ -258,5 +261,5 @@ def test_a_rule_of_ones_own_is_called_with_what_it_asks_for():
     real_M = jnp.arange(32) < 20
     stats = balance.local_stats(rule, scores_ME, jnp.zeros(32), jnp.zeros(4), real_M)
     chex.assert_trees_all_equal(stats, jnp.sum(scores_ME[:20] > 0.5, axis=0))
-    bias_E, memory = balance.update(rule, jnp.ones(4), stats, stats, balance.empty_memory(rule, 4))
+    bias_E, memory = update(rule, jnp.ones(4), stats, stats, balance.empty_memory(rule, 4))
     chex.assert_trees_all_equal((bias_E, memory), (1.0 - stats, jnp.ones(4)))

@@ -140,11 +140,10 @@ def test_it_is_the_direct_computation(case):
     assert error((value, y, gradients), (expected, y_expected, expected_gradients)) < 1e-10
 
 
-@pytest.mark.parametrize("case", ["latent", "full_width"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-6), (jnp.bfloat16, 2e-2)])
-def test_it_is_the_direct_computation_in_low_precision(case, dtype, tolerance):
+def test_it_is_the_direct_computation_in_low_precision(dtype, tolerance):
     """bfloat16 rounds five intermediate arrays to 2^-8 each; choices are made in float32."""
-    cfg, params, x = CASES[case], weights(CASES[case]), inputs(3, dtype=dtype)
+    cfg, params, x = LATENT, weights(LATENT), inputs(3, dtype=dtype)
     rounded = {
         k: v if k.startswith("router") else jax.tree.map(lambda w: w.astype(dtype), v)
         for k, v in params.items()

@@ -30,7 +30,7 @@ def config() -> Config:
             linear=KdaConfig(heads=8, key=128, value=128),
             full=MlaConfig(heads=8, key=128, shared=64, value=128, latent=256, query_rank=384),
             dense=DenseConfig(hidden=4096),
-            moe=LatentMoeConfig(experts=64, active=8, hidden=512, shared=2, latent=512),
+            moe=LatentMoeConfig(experts=64, active=8, hidden=768, shared=1, latent=512),
             residual=BlockAttnRes((0, 1, 3, 4, 6, 7, 9, 10)),
             dtype="bfloat16",
         ),

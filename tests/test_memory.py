@@ -89,7 +89,7 @@ def test_parameters_and_gradients_are_what_xla_holds(cfg, devices):
         assert whole / 4 < need.parameters < whole / 3  # vectors stay whole
 
 
-@pytest.mark.parametrize("remat", ["module", "none"])
+@pytest.mark.parametrize("remat", ["module", pytest.param("none", marks=pytest.mark.slow)])
 def test_temporaries_are_of_the_estimated_size(remat):
     """Within a factor of two: XLA fuses and reuses buffers, and its CPU scheduler trades them for speed."""
     cfg = with_model(remat=remat)

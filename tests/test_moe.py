@@ -237,6 +237,16 @@ def test_the_router_is_in_float32_under_bfloat16():
     assert run(LATENT, params, x)[1].tolist() == [0, 0, 0, 0, 0, 0, 80, 80]
 
 
+def test_the_router_asks_for_all_of_float32():
+    """By default GPUs round float32 operands to TF32, and 2 tokens in 1000 go elsewhere."""
+    cfg = replace(LATENT, experts=11)
+    x_BTD = jnp.zeros((2, 40, WIDTH), jnp.bfloat16)
+    apply = jax.jit(lambda params, x_BTD: layer(cfg).apply({"params": params}, x_BTD, WHOLE)[0])
+    lines = apply.lower(weights(cfg), x_BTD).as_text().splitlines()
+    (router,) = [line for line in lines if "dot_general" in line and line.endswith("tensor<2x40x11xf32>")]
+    assert "precision = [HIGHEST, HIGHEST]" in router
+
+
 @pytest.mark.parametrize("case", ["latent", "raw_weights"])
 def test_scores_may_vanish(case):
     """Logits of -112, whose sigmoids are 0: no expert is better than another, and nothing is 0 / 0."""

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from flax.linen import meta
 
-from k3jax.config import BlockAttnRes, DenseConfig, KdaConfig, LatentMoeConfig, MlaConfig, ModelConfig
+from k3jax.config import (
+    BlockAttnRes,
+    DenseConfig,
+    KdaConfig,
+    LatentMoeConfig,
+    MlaConfig,
+    ModelConfig,
+    replace,
+)
 from k3jax.model import K3
 from k3jax.segments import compact, reorder
 from pallas_kernels.segments import segment_index
@@ -370,3 +378,20 @@ def test_an_empty_batch_has_zero_gradients(shape):
     out, d = gradients(np.zeros(shape, np.int32), np.ones(shape, int), np.zeros((*shape, CFG.vocabulary)))
     assert not any(np.any(x) for x in jax.tree.leaves(d))
     assert not any(np.any(np.isnan(x)) for x in jax.tree.leaves(out.reports))
+
+
+@pytest.mark.xfail(strict=True, raises=pytest.fail.Exception)  # tokens are dropped or read twice
+@pytest.mark.parametrize("shape", [(2, 7), (2, 9)])
+def test_ids_of_another_shape_than_the_tokens_are_refused(shape):
+    run = partial(MODEL.apply, {"params": params()})
+    with pytest.raises((AssertionError, ValueError)):
+        jax.eval_shape(run, tokens()[:, :8], np.ones(shape, int))
+
+
+@pytest.mark.xfail(strict=True, reason="the tail takes the activations' dtype, whatever the states' is")
+def test_states_keep_their_types():
+    """A decode step that is compiled once, or scanned, hands on what it was handed."""
+    low = K3(replace(CFG, dtype="bfloat16"))
+    before = low.empty_states(2)
+    after = jax.eval_shape(low.apply, {"params": params()}, tokens()[:, :1], None, before).states
+    assert [x.dtype for x in jax.tree.leaves(after)] == [x.dtype for x in jax.tree.leaves(before)]

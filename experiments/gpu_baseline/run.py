@@ -95,7 +95,7 @@ def main() -> None:
         "dtype": cfg.model.dtype,
         "seconds_per_step": round(seconds, 4),
         "tokens_per_second": round(tokens / seconds),
-        "train_tflops_per_second": round(flops.train * tokens / seconds / 1e12, 2),
+        "train_tflops_per_second": round(flops.training * tokens / seconds / 1e12, 2),
         "compile_seconds": round(compile_seconds, 1),
         "peak_gib": round(memory.get("peak_bytes_in_use", 0) / 2**30, 2),
         "loss_first_last": [losses[0], losses[-1]],

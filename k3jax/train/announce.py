@@ -13,6 +13,8 @@ from rich.table import Table
 
 from k3jax.memory import human
 
+FACTS = ("model", "layers", "devices", "mesh", "compute", "implementations", "memory", "work", "data")
+
 
 class Announcer:
     """Speaks for process 0, and keeps quiet for the others.
@@ -32,7 +34,7 @@ class Announcer:
     def setup(self, facts: dict[str, Any]) -> None:
         """The model, the devices, and what was chosen to run on them."""
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-        for name in ("model", "layers", "devices", "mesh", "compute", "implementations", "memory", "data"):
+        for name in FACTS:
             value = facts[name]
             table.add_row(name, "\n".join(value) if isinstance(value, list) else str(value))
         self._console.print(table, highlight=False)

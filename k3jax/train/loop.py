@@ -15,6 +15,7 @@ from k3jax.data import corpus
 from k3jax.data.bigram import cross_entropy, fit_bigram
 from k3jax.data.loader import TrainStream
 from k3jax.evaluate import mean_loss
+from k3jax.flops import model_flops, utilisation
 from k3jax.train import metrics, rundir
 from k3jax.train.announce import Announcer
 from k3jax.train.checkpoint import Checkpoints
@@ -136,7 +137,8 @@ class Recorder:
 
     def __init__(self, setup: Setup, run: rundir.RunDirectory, announcer: Announcer):
         self._cfg, self._run, self._announcer = setup.cfg, run, announcer
-        self._since = (time.perf_counter(), time.process_time(), 0)
+        self._since: tuple[float, float, int] | None = None  # no record yet
+        self._flops = model_flops(setup.cfg.model, setup.cfg.data.length)
 
     def step(self, step: int, report: Any) -> bool:
         """Shows a step's numbers, and every so often writes them; whether they are finite."""
@@ -151,15 +153,17 @@ class Recorder:
         return bool(jax.device_get(report["finite"]))
 
     def _speed(self, step: int) -> dict[str, float]:
-        """Tokens per second, and per second of this process's CPU time, since the last record."""
-        (wall, cpu, before), now = self._since, (time.perf_counter(), time.process_time(), step)
-        self._since = now
-        tokens = (step - before) * self._cfg.data.batch * self._cfg.data.length
-        if before == 0:
+        """Tokens per second, per second of this process's CPU time, and MFU, since the last record."""
+        since, self._since = self._since, (time.perf_counter(), time.process_time(), step)
+        if since is None or since[2] == step:
             return {}
+        wall, cpu, steps = (now - then for now, then in zip(self._since, since, strict=True))
+        tokens = steps * self._cfg.data.batch * self._cfg.data.length
+        device = jax.devices()[0].device_kind
         return {
-            "tokens_per_second": tokens / (now[0] - wall),
-            "tokens_per_cpu_second": tokens / (now[1] - cpu),
+            "tokens_per_second": tokens / wall,
+            "tokens_per_cpu_second": tokens / cpu,
+            **utilisation(self._flops, tokens / wall, jax.device_count(), device),
         }
 
     def validation(self, step: int, loss: float, bigram: float, report: Any, params: Any) -> None:

@@ -216,14 +216,23 @@ def weight(module: nn.Module, name: str, spec: str, sizes: Mapping[str, int], in
     return module.param(name, lambda key: make_weight(key, spec, sizes, init, rule, **kw))
 
 
-def project(module: nn.Module, name: str, spec: str, sizes: Mapping[str, int], init: Init, x_BTD, rule=None):
+def project(
+    module: nn.Module,
+    name: str,
+    spec: str,
+    sizes: Mapping[str, int],
+    init: Init,
+    x_BTD,
+    rule=None,
+    precision=None,
+):
     """x through the linear map `spec`, computed in x's dtype.
 
     What fsdp cuts is gathered here, after the cast: rows stay where they are, and weights come.
     """
     parsed = Spec.parse(spec)
     w = shard(weight(module, name, spec, sizes, init, rule).astype(x_BTD.dtype), parsed.letters)
-    return jnp.einsum(parsed.einsum(), x_BTD, w)
+    return jnp.einsum(parsed.einsum(), x_BTD, w, precision=precision)
 
 
 # ---- meshes ----

@@ -23,7 +23,7 @@ from k3jax.config import (
     Plain,
     Remat,
 )
-from k3jax.layers.residual import opens
+from k3jax.layout import opens
 
 CHUNK = 64  # tokens per chunk of KDA's chunkwise form
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from k3jax.config import ModelConfig
-from k3jax.layers.residual import opens
+from k3jax.config import BlockAttnRes, FullAttnRes, ModelConfig, Plain
 
 
 @dataclass(frozen=True)
@@ -111,6 +110,23 @@ def describe(cfg: ModelConfig) -> str:
         return f"{x.times} x ({runs})" if x.times > 1 else runs
 
     return " | ".join(map(group, plan(cfg)))
+
+
+def opens(cfg: ModelConfig) -> tuple[tuple[bool, bool], ...]:
+    """For each layer, whether its mixer and its channel mixer open a block.
+
+    A module that opens one closes the block before it: the sum so far becomes a source. Under
+    FullAttnRes every module is a block of its own.
+    """
+    match cfg.residual:
+        case Plain():
+            return ((False, False),) * cfg.depth
+        case FullAttnRes():
+            return ((True, True),) * cfg.depth
+        case BlockAttnRes(opens=int(every)):
+            return tuple((i % every == 0, False) for i in range(cfg.depth))
+        case BlockAttnRes(opens=chosen):
+            return tuple((i in chosen, False) for i in range(cfg.depth))
 
 
 @dataclass(frozen=True)

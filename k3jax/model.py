@@ -17,6 +17,7 @@ from k3jax.report import Report
 from k3jax.segments import compact, reorder
 from k3jax.state import State
 from k3jax.unit import mean_over_tokens
+from pallas_kernels.products import wide_einsum
 
 
 @struct.dataclass
@@ -110,9 +111,8 @@ def _forward(cfg: ModelConfig, params, tokens, segment_ids, states: State | None
         x_BTD = jnp.where(segments.real_BT[..., None], x_BTD, 0)
     if order_BT is not None:
         x_BTD = reorder(x_BTD, jnp.argsort(order_BT, axis=1), order_BT)
-    wide = jnp.promote_types(dtype, jnp.float32)
     head_DY = shard(params["head"].astype(dtype), "DY")
-    logits = jnp.einsum("btd,dy->bty", x_BTD, head_DY, preferred_element_type=wide)
+    logits = wide_einsum("btd,dy->bty", x_BTD, head_DY)
     after = None if states is None else State(last_id_B, layers)
     return Output(shard(logits, "BTY"), after, penalty, reports)
 

@@ -13,7 +13,8 @@ class Report:
     """Named arrays without gradient.
 
     Attributes:
-      sums: counts, such as load_E: two micro-batches add.
+      sums: counts, such as load_E: two micro-batches add. Their first axis, after that of layers,
+        is the devices that counted: `total` adds those up, once a step.
       maxima: such as max_logit_H: the larger wins.
       means: over real tokens, such as read_S: two micro-batches weigh by their tokens.
     """
@@ -24,6 +25,11 @@ class Report:
 
     def with_means(self, **means: Any) -> "Report":
         return self.replace(means={**self.means, **means})
+
+
+def total(sums: Any, layers: int) -> Any:
+    """Counts over all devices, from counts with `layers` leading axes and then one for devices."""
+    return jax.tree.map(lambda x: jnp.sum(x, axis=layers), sums)
 
 
 def merge(a: Any, b: Any, tokens_a, tokens_b) -> Any:

@@ -66,8 +66,14 @@ def check_kda(name, implementation, dtype, values, gradients, a_log):
     assert_within(dict.fromkeys(got[1], gradients) | {"grad_a_log": a_log}, got[1], case)
 
 
-@pytest.mark.parametrize("implementation", KDA_TOLERANCES)
-@pytest.mark.parametrize("name", KDA_CASES)
+FLOAT32 = [
+    pytest.param(name, which, marks=() if which != "reference" or "packed" in name else pytest.mark.slow)
+    for name in KDA_CASES
+    for which in KDA_TOLERANCES
+]
+
+
+@pytest.mark.parametrize(("name", "implementation"), FLOAT32)
 def test_kda_in_float32(name, implementation):
     check_kda(name, implementation, "float32", *KDA_TOLERANCES[implementation])
 
@@ -148,7 +154,7 @@ def test_k3_in_float32():
     check_gradients(gradients, 1e-2)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
 def test_kimi_linear(dtype):
     """Its numbers come from another library, parts of which round to float32."""
     cfg, params, expected = model("kimi_linear_tiny")

@@ -9,7 +9,7 @@ import pytest
 from flax.linen import meta
 
 from k3jax.config import Bounded, FullRank, KdaConfig, LowRank, NoGate, Unbounded
-from k3jax.layers.kda import KDA, KdaState
+from k3jax.layers.kda import KDA, KdaState, LogUniformRate, StepBias
 from k3jax.segments import compact
 
 B, T, D = 2, 21, 10
@@ -163,19 +163,30 @@ def test_bfloat16_inputs_keep_a_float32_memory():
     assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
 
 
-@pytest.mark.parametrize("rate_init", ["one", "uniform"])
-def test_gates_start_where_the_report_and_the_released_code_say(rate_init):
-    """dt_bias is the inverse softplus of a log-uniform step; every leaf is drawn, none left empty."""
-    with jax.enable_x64(False):
-        cfg = KdaConfig(heads=64, key=32, value=8, rate_init=rate_init)
-        first = meta.unbox(layer(cfg).init(jax.random.key(0), jnp.zeros((1, 1, D)), None, None)["params"])
-    step = np.log(np.logaddexp(0, np.float64(first["dt_bias"])))
-    assert np.log(1e-3) - 1e-4 <= step.min() < np.log(2e-3)
-    assert np.log(5e-2) < step.max() <= np.log(0.1) + 1e-4
+def test_every_weight_says_what_it_is_drawn_from():
+    boxes = lambda cfg: jax.eval_shape(
+        lambda: layer(cfg).init(jax.random.key(0), jnp.zeros((1, 1, D)), None, None)["params"]
+    )
+    k3 = {name: str(w.init) for name, w in boxes(CONFIGS["k3"]).items()}
+    own = {
+        "a_log": "0",
+        "dt_bias": "softplus^-1(log-uniform [0.001, 0.1])",
+        "norm": "1",
+        **dict.fromkeys(("query_taps", "key_taps", "value_taps"), "U(-0.5, 0.5)"),
+    }
+    assert {name: own.get(name, "N(0, 0.02^2)") for name in k3} == k3
+    released = boxes(KdaConfig(heads=2, key=4, value=6, rate_init="uniform"))
+    assert str(released["a_log"].init) == "log U(1, 16)"
+
+
+def test_gates_start_where_the_report_and_the_released_code_say():
+    """dt_bias is the inverse softplus of a log-uniform step, e^A uniform in [1, 16]."""
+    draw = lambda init: np.float64(init(jax.random.key(0), (4000,), jnp.float32))
+    step = np.log(np.logaddexp(0, draw(StepBias())))
+    assert np.log(1e-3) - 1e-4 <= step.min() < np.log(1.1e-3)
+    assert np.log(9e-2) < step.max() <= np.log(0.1) + 1e-4
     np.testing.assert_allclose(np.mean(step), np.log(1e-2), atol=0.1)
-    rate = np.exp(np.float64(first["a_log"]))
-    assert np.all(rate == 1) if rate_init == "one" else (np.all((rate > 1) & (rate < 16)) and rate.max() > 12)
-    np.testing.assert_allclose(np.std(first["query"]), 0.02, rtol=0.05)
-    bound = np.abs(first["value_taps"]).max()
-    assert 0.45 < bound <= 0.5
-    assert np.all(np.asarray(first["norm"]) == 1)
+    rate = np.exp(draw(LogUniformRate()))
+    assert 1 <= rate.min() < 1.1
+    assert 15.9 < rate.max() < 16
+    np.testing.assert_allclose(np.mean(rate), 8.5, atol=0.3)

@@ -61,7 +61,7 @@ WHOLE = padded(40, 40)
 def objective(cfg, params, x_BTD, segments, target_BTD):
     y_BTD, penalty, report = layer(cfg, x_BTD.shape[-1]).apply({"params": params}, x_BTD, segments)
     value = jnp.sum(y_BTD.astype(target_BTD.dtype) * target_BTD) + penalty
-    return value, (y_BTD, report.sums["load_E"])
+    return value, (y_BTD, report.sums["load_E"].sum(axis=0))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -26,8 +26,8 @@ from k3jax.config import (
     replace,
 )
 from k3jax.depth import run_stack
-from k3jax.layers.residual import opens, read
-from k3jax.layout import bank_size, describe, plan
+from k3jax.layers.residual import read
+from k3jax.layout import bank_size, describe, opens, plan
 from k3jax.model import K3
 from k3jax.report import Report
 from k3jax.unit import Unit
@@ -101,7 +101,7 @@ def formula(x, query, gain, count=None):
     return jnp.einsum("sbt,sbtd->btd", weights, x), weights
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 3])
 def test_a_read_is_its_formula_and_so_is_its_gradient(count):
     bank, query, gain, d = draw(4, B, T, D), draw(D, seed=1), draw(D, seed=2), draw(B, T, D, seed=3)
     bank = bank.at[count:].set(1e6)  # not there yet: whatever it holds is not read
@@ -111,7 +111,9 @@ def test_a_read_is_its_formula_and_so_is_its_gradient(count):
         return y, weights[:count], pull((d, jnp.zeros_like(weights)))
 
     y, weights, (d_bank, *rest) = jax.jit(lambda: both(lambda *args: read(*args, count, EPS)))()
-    expected, expected_weights, expected_gradients = both(lambda x, *rest: formula(x[:count], *rest))
+    expected, expected_weights, expected_gradients = jax.jit(
+        lambda: both(lambda x, *rest: formula(x[:count], *rest))
+    )()
     chex.assert_trees_all_close((y, weights), (expected, expected_weights), rtol=1e-12)
     chex.assert_trees_all_close((d_bank, *rest), expected_gradients, rtol=1e-10, atol=1e-13)
     assert not np.any(d_bank[count:])
@@ -234,11 +236,11 @@ LAYOUTS = {
     "blocks": toy(BlockAttnRes(2), depth=6),
     "blocks that open in the middle of a cycle": toy(BlockAttnRes((0, 1, 3, 4)), depth=6),
     "a partial cycle": toy(BlockAttnRes(3), depth=5, full_layers=(2, 4, 5)),
-    "no two alike": toy(BlockAttnRes((0, 2)), depth=3, full_layers=(1, 3)),
     "one layer": toy(BlockAttnRes(12), depth=1),
-    "one kind": toy(FullAttnRes(), depth=3, full_layers=(1, 2, 3)),
 }
-LONG = {
+MORE = {
+    "no two alike": toy(BlockAttnRes((0, 2)), depth=3, full_layers=(1, 3)),
+    "one kind": toy(FullAttnRes(), depth=3, full_layers=(1, 2, 3)),
     "eight blocks of twelve layers": toy(BlockAttnRes(EIGHT_BLOCKS)),
     "every module a block": toy(FullAttnRes()),
     "blocks of a cycle": toy(BlockAttnRes(3)),
@@ -269,15 +271,15 @@ def test_a_scanned_stack_is_the_plain_loop(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LONG)
-def test_a_long_stack_is_the_plain_loop(name):
-    check_against_the_loop(LONG[name])
+@pytest.mark.parametrize("name", MORE)
+def test_other_stacks_are_the_plain_loop(name):
+    check_against_the_loop(MORE[name])
 
 
 def test_the_layouts_are_scanned():
     assert describe(LAYOUTS["blocks"]) == "2 x (2 a dense, b dense)"
     assert describe(LAYOUTS["a partial cycle"]) == "2 x (a dense, b dense) | b dense"
-    assert describe(LAYOUTS["one kind"]) == "3 b dense"
+    assert describe(MORE["one kind"]) == "3 b dense"
 
 
 # ---- K3's own modules ----

@@ -36,12 +36,13 @@ def update(rule, bias_E, stats, load_E, memory):
     match rule:
         case Quantile(bins=bins, ema=ema):
             target_E = _quantile(stats, load_E, bias_E, bins)
+            some = jnp.sum(load_E) > 0  # a step without tokens moves nothing and is not remembered
             if memory is not None:
                 past = jnp.where(memory["steps"] > 0, ema, 0.0)
                 target_E = past * memory["quantile_E"] + (1 - past) * target_E
-                memory = {"quantile_E": target_E, "steps": memory["steps"] + 1}
-            target_E = jnp.where(jnp.sum(load_E) > 0, target_E, bias_E)
-            return target_E - jnp.mean(target_E), memory
+                after = {"quantile_E": target_E, "steps": memory["steps"] + 1}
+                memory = jax.tree.map(lambda new, old: jnp.where(some, new, old), after, memory)
+            return jnp.where(some, target_E - jnp.mean(target_E), bias_E), memory
         case Sign(step):
             short_E = jnp.sign(jnp.mean(load_E.astype(jnp.float32)) - load_E)
             return bias_E + step * short_E, memory
@@ -71,7 +72,7 @@ def penalty(rule, scores_BTE, chosen_BTk, real_BT):
             count_B1 = jnp.maximum(jnp.sum(real_BT1, axis=1), 1)
             hits_BTE = jnp.sum(jax.nn.one_hot(chosen_BTk, E, dtype=scores_BTE.dtype), axis=2)
             load_BE = jnp.sum(hits_BTE * real_BT1, axis=1) * E / (k * count_B1)
-            share_BTE = scores_BTE / jnp.sum(scores_BTE, axis=-1, keepdims=True)
+            share_BTE = scores_BTE / jnp.maximum(jnp.sum(scores_BTE, axis=-1, keepdims=True), 1e-15)
             return weight * jnp.sum(load_BE * jnp.sum(share_BTE * real_BT1, axis=1))
         case _:
             return jnp.zeros((), scores_BTE.dtype)

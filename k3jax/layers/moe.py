@@ -38,15 +38,12 @@ class MoE(nn.Module):
 
         # The router runs in float32 whatever the rest does: scores 1e-3 apart decide who is chosen.
         wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
-        logits_BTE = project(self, "router", "D->E", sizes, init, x_BTD.astype(wide))
+        logits_BTE = project(self, "router", "D->E", sizes, init, x_BTD.astype(wide), precision="highest")
         bias_E = weight(self, "router_bias", "E", sizes, Constant(0.0), "balance")
         scores_BTE = jax.nn.sigmoid(logits_BTE)
-        chosen_BTk, p_BTk, cutoff_BT = route(cfg, scores_BTE, bias_E)
-        load_E = jnp.zeros(cfg.experts, jnp.int32).at[chosen_BTk].add(real_BT[..., None].astype(jnp.int32))
-        flat = lambda x: jax.lax.stop_gradient(x.reshape(-1, *x.shape[2:]))
-        stats = balance.local_stats(
-            cfg.balance, flat(scores_BTE), flat(cutoff_BT), bias_E, real_BT.reshape(-1)
-        )
+        # On each device's own rows: XLA's top_k would gather the scores of all devices on each.
+        choose = on_each_shard(partial(chosen_and_counted, cfg), "BT_ _ BT", "BT_ BT_ B B")
+        chosen_BTk, p_BTk, load_1E, stats = choose(scores_BTE, bias_E, real_BT)
         penalty = balance.penalty(cfg.balance, scores_BTE, chosen_BTk, real_BT)
 
         match cfg:
@@ -71,7 +68,19 @@ class MoE(nn.Module):
             # The shared experts are one MLP of their summed width.
             shared = GLU(cfg.shared * cfg.hidden, cfg.activation, self.width, self.std, name="shared")
             y_BTD = y_BTD + shared(x_BTD)
-        return y_BTD, penalty, Report(sums={"load_E": load_E, "balance": stats})
+        return y_BTD, penalty, Report(sums={"load_E": load_1E, "balance": stats})
+
+
+def chosen_and_counted(cfg: MoeConfig, scores_BTE, bias_E, real_BT):
+    """(chosen experts, their weights, tokens per expert, the balancing rule's statistics) of one device.
+
+    Counts lead with an axis of one, for the device: they are added up once a step, not here.
+    """
+    chosen_BTk, p_BTk, cutoff_BT = route(cfg, scores_BTE, bias_E)
+    load_E = jnp.zeros(cfg.experts, jnp.int32).at[chosen_BTk].add(real_BT[..., None].astype(jnp.int32))
+    flat = lambda x: jax.lax.stop_gradient(x.reshape(-1, *x.shape[2:]))
+    stats = balance.local_stats(cfg.balance, flat(scores_BTE), flat(cutoff_BT), bias_E, real_BT.reshape(-1))
+    return chosen_BTk, p_BTk, *jax.tree.map(lambda x: x[None], (load_E, stats))
 
 
 def route(cfg: MoeConfig, scores_BTE, bias_E):
@@ -84,7 +93,8 @@ def route(cfg: MoeConfig, scores_BTE, bias_E):
     chosen_BTk = chosen_BTk[..., : cfg.active]
     p_BTk = jnp.take_along_axis(scores_BTE, chosen_BTk, axis=-1)
     if cfg.normalise:
-        p_BTk = p_BTk / jnp.sum(p_BTk, axis=-1, keepdims=True)
+        # Scores may vanish, sigmoid(-112) being 0; and 1e-15 leaves room for its square in the gradient.
+        p_BTk = p_BTk / jnp.maximum(jnp.sum(p_BTk, axis=-1, keepdims=True), 1e-15)
     return chosen_BTk, cfg.scale * p_BTk, best_BTk[..., cfg.active]
 
 
@@ -94,8 +104,8 @@ def routed(
     """sum_i p_i E_i(x) for the tokens of one device: sort by expert, multiply, weigh, add up."""
     B, T, L = x_BTL.shape
     E, k = gate_ELF.shape[0], chosen_BTk.shape[-1]
-    block = alignment()
     chosen_Mk = jnp.where(real_BT[..., None], chosen_BTk, E).reshape(-1, k)  # padding goes nowhere
+    block = alignment(chosen_Mk.size, E)
     place_Mk, source_R, sizes_E = dispatch_plan(chosen_Mk, E, block)
     multiply = partial(grouped_matmul, group_sizes=sizes_E, alignment=block, implementation=implementation)
     rows_RL = spread(x_BTL.reshape(-1, L), place_Mk, source_R)
@@ -135,6 +145,8 @@ def dispatch_plan(chosen_Mk, experts: int, block: int):
 
 def _take(x, index):
     """x[index], zero where the index is beyond the end."""
+    if not x.shape[0]:
+        return jnp.zeros((*index.shape, *x.shape[1:]), x.dtype)
     return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
 
 

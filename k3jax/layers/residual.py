@@ -3,25 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from k3jax.config import BlockAttnRes, FullAttnRes, ModelConfig, Plain
-
-
-def opens(cfg: ModelConfig) -> tuple[tuple[bool, bool], ...]:
-    """For each layer, whether its mixer and its channel mixer open a block.
-
-    A module that opens one closes the block before it: the sum so far becomes a source. Under
-    FullAttnRes every module is a block of its own.
-    """
-    match cfg.residual:
-        case Plain():
-            return ((False, False),) * cfg.depth
-        case FullAttnRes():
-            return ((True, True),) * cfg.depth
-        case BlockAttnRes(opens=int(every)):
-            return tuple((i % every == 0, False) for i in range(cfg.depth))
-        case BlockAttnRes(opens=chosen):
-            return tuple((i in chosen, False) for i in range(cfg.depth))
-
 
 @jax.custom_vjp
 def read(bank_SBTD, query_D, gain_D, count, eps):

@@ -31,8 +31,8 @@ def by_layer(cfg: ModelConfig, reports: Any, kind: str, name: str) -> Iterator[t
 
 
 def loads(cfg: ModelConfig, reports: Any) -> np.ndarray:
-    """Tokens per expert, [MoE layers, E]; no rows if there are no experts."""
-    rows = [value for _, _, value in by_layer(cfg, reports, "sums", "load_E")]
+    """Tokens per expert over all devices, [MoE layers, E]; no rows if there are no experts."""
+    rows = [value.sum(axis=0) for _, _, value in by_layer(cfg, reports, "sums", "load_E")]
     return np.stack(rows) if rows else np.zeros((0, 1), np.int32)
 
 

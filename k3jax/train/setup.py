@@ -17,7 +17,7 @@ from k3jax.data.loader import TrainStream, in_batches, train_stream, validation_
 from k3jax.data.tokens import VOCABULARY
 from k3jax.flops import model_flops
 from k3jax.layout import describe
-from k3jax.memory import estimate
+from k3jax.memory import device_limit, estimate
 from k3jax.optim.build import build
 from k3jax.parameters import counts, shapes
 from k3jax.train.loss import Sums
@@ -82,7 +82,7 @@ class Setup:
             "mesh": sizes or "one device",
             "compute": f"{cfg.model.dtype or 'float32'} over float32 masters, remat {cfg.model.remat}",
             "implementations": [f"{op}: {name}" for op, name in implementations(cfg).items()],
-            "memory": estimate(cfg, len(devices)).lines(),
+            "memory": estimate(cfg, len(devices)).lines(device_limit()),
             "work": model_flops(cfg.model, cfg.data.length).lines(),
             "data": f"{len(self.manifest.train)} files, {train:,} bytes; held out: "
             f"{len(self.manifest.held_out)} files, {held_out:,} bytes; digest {self.manifest.digest[:12]}",

@@ -13,7 +13,7 @@ from k3jax.layers import balance
 from k3jax.layout import plan
 from k3jax.optim.qk_clip import clip_queries_and_keys
 from k3jax.optim.schedule import learning_rate
-from k3jax.report import Report, merge
+from k3jax.report import Report, merge, total
 from k3jax.train.loss import Sums, loss_sums
 from k3jax.train.state import TrainState
 
@@ -108,7 +108,7 @@ def _balance(cfg: ModelConfig, params, memory, seen):
             for _ in leaf.repeats:
                 update = jax.vmap(update)
             channel = params[leaf.name]["channel"]
-            sums = seen[leaf.name]["channel"].sums
+            sums = total(seen[leaf.name]["channel"].sums, len(leaf.repeats))
             bias, memory[leaf.name] = update(
                 channel["moe"]["router_bias"], sums["balance"], sums["load_E"], memory[leaf.name]
             )

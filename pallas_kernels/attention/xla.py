@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.products import wide_einsum
+
 BLOCK = 512
 MASKED = -1e30  # finite: the difference of two of them is 0, not NaN
 
@@ -55,11 +57,6 @@ def _pairs(blocks: Blocks, offset: int) -> np.ndarray:
     return np.array([(i, j) for i in range(blocks.q.shape[0]) for j in range(last(i) + 1)], np.int32)
 
 
-def _dot(subscripts, a, b):
-    accumulate = jnp.promote_types(a.dtype, jnp.float32)
-    return jnp.einsum(subscripts, a, b, preferred_element_type=accumulate)
-
-
 def _logits(blocks: Blocks, i, j, offset, scale):
     """[B, H, block, block] scaled logits of a block pair, MASKED where they do not count."""
     q, k = blocks.q[i], blocks.k[j]
@@ -68,7 +65,7 @@ def _logits(blocks: Blocks, i, j, offset, scale):
     past = j * along + jnp.arange(along)[None, :] <= row
     query_index, key_index = blocks.query_index[i][:, :, None], blocks.key_index[j][:, None, :]
     seen = past[None] & (query_index == key_index) & (key_index >= 0)
-    return jnp.where(seen[:, None], scale * _dot("bhtk,bhsk->bhts", q, k), MASKED)
+    return jnp.where(seen[:, None], scale * wide_einsum("bhtk,bhsk->bhts", q, k), MASKED)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -94,7 +91,7 @@ def _forward(q_BTHK, k_BSHK, v_BSHV, query_index_BT, key_index_BS, scale):
         p = jnp.where(logits > MASKED / 2, jnp.exp(logits - new_m[..., None]), 0)
         shrink = jnp.exp(m - new_m)
         l = l * shrink + jnp.sum(p, axis=-1)  # noqa: E741
-        o = o * shrink[..., None] + _dot("bhts,bhsv->bhtv", p.astype(x.v.dtype), x.v[j])
+        o = o * shrink[..., None] + wide_einsum("bhts,bhsv->bhtv", p.astype(x.v.dtype), x.v[j])
         return (out.at[i].set(o), log_sum.at[i].set(l), top.at[i].set(new_m)), None
 
     start = (jnp.zeros((*rows, x.v.shape[-1]), dtype), jnp.zeros(rows, dtype), jnp.full(rows, MASKED, dtype))
@@ -126,11 +123,11 @@ def _backward(scale, residuals, cotangents):
         logits = _logits(x, i, j, S - T, scale)
         p = jnp.where(logits > MASKED / 2, jnp.exp(logits - log_sum[i][..., None]), 0)
         do_i = do[i].astype(low)
-        dp = _dot("bhtv,bhsv->bhts", do_i, x.v[j])
+        dp = wide_einsum("bhtv,bhsv->bhts", do_i, x.v[j])
         ds = (p * (dp - delta[i][..., None]) * scale).astype(low)
-        dq = dq.at[i].add(_dot("bhts,bhsk->bhtk", ds, x.k[j]))
-        dk = dk.at[j].add(_dot("bhts,bhtk->bhsk", ds, x.q[i]))
-        dv = dv.at[j].add(_dot("bhts,bhtv->bhsv", p.astype(low), do_i))
+        dq = dq.at[i].add(wide_einsum("bhts,bhsk->bhtk", ds, x.k[j]))
+        dk = dk.at[j].add(wide_einsum("bhts,bhtk->bhsk", ds, x.q[i]))
+        dv = dv.at[j].add(wide_einsum("bhts,bhtv->bhsv", p.astype(low), do_i))
         return (dq, dk, dv), None
 
     start = tuple(jnp.zeros(y.shape, delta.dtype) for y in (x.q, x.k, x.v))

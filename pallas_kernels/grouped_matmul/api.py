@@ -13,13 +13,17 @@ Implementation = Literal["reference", "xla"]
 BUILT = ("reference", "xla")
 # Never `ragged_dot`: it multiplies by every matrix on CPU, and on GPU is 40 times below the card.
 BEST = {"cpu": "xla", "gpu": "xla", "tpu": "xla"}
-ALIGNMENT = {"cpu": 32, "gpu": 256, "tpu": 256}
+BLOCKS = {"cpu": (8, 32), "gpu": (16, 256), "tpu": (16, 256)}  # the smallest and largest worth having
 choose = partial(choice.choose, "grouped_matmul", best=BEST, built=BUILT)
 
 
-def alignment() -> int:
-    """The number of rows that groups should start at multiples of, on this process's devices."""
-    return ALIGNMENT[jax.default_backend()]
+def alignment(rows: int, groups: int) -> int:
+    """The number of rows that groups should start at multiples of, on this process's devices.
+
+    About the size of a group, so that rounding groups up adds about as many rows again at worst.
+    """
+    low, high = BLOCKS[jax.default_backend()]
+    return max(low, min(high, 1 << max(rows // groups, 1).bit_length() - 1))
 
 
 def grouped_matmul(

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.products import wide_einsum
+
 TILE = 16  # 16 steps of a decay floored at -5 stay above -80: exp(80) fits float32 and bfloat16
 HIGHEST = jax.lax.Precision.HIGHEST
 LEAD = (None, None, None)  # chunks, batch, heads
@@ -123,8 +125,7 @@ class Pairs(NamedTuple):
     dtype: jnp.dtype  # of matmul operands; accumulation is float32 or more
 
     def _dot(self, subscripts, a, b):
-        wide = jnp.promote_types(self.dtype, jnp.float32)
-        return jnp.einsum(subscripts, a.astype(self.dtype), b.astype(self.dtype), preferred_element_type=wide)
+        return wide_einsum(subscripts, a, b, self.dtype)
 
     def _tiles(self, x):
         """[.., C, X] -> [.., R, I, X]."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.kda.tiles import TILE, Decays, Masks, Pairs, decays, masks, sums, unit_lower_inverse
+from pallas_kernels.products import wide_einsum
 
 CHUNK = 64
 FORGOTTEN = -100.0  # e^-100 is nothing beside any other term, and sums of it stay exact
@@ -72,16 +73,8 @@ def _chunks(q, k, v, g, beta, index_BT) -> Chunks:
     return Chunks(_split(q), _split(k), _split(v), _split(g), _split(beta.astype(wide)), mask)
 
 
-def _dot(dtype):
-    """An einsum of operands cast to `dtype`, accumulated in float32 or more."""
-    wide = jnp.promote_types(dtype, jnp.float32)
-    return lambda subscripts, a, b: jnp.einsum(
-        subscripts, a.astype(dtype), b.astype(dtype), preferred_element_type=wide
-    )
-
-
 def _prepare(x: Chunks, scale, bounded) -> Prepared:
-    dot = _dot(x.q.dtype)
+    dot = partial(wide_einsum, dtype=x.q.dtype)
     K, C = x.q.shape[-1], x.q.shape[3]
     decay = decays(x.g, bounded, x.mask)
     pairs = Pairs(x.k, x.q, decay, x.q.dtype)
@@ -116,7 +109,7 @@ def kda(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, S_BHKV, index_BT, scale, bound
 def _forward(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, S_BHKV, index_BT, scale, bounded):
     residuals = (q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, S_BHKV, index_BT)
     x = _chunks(*residuals[:5], index_BT)
-    p, dot = _prepare(x, scale, bounded), _dot(x.q.dtype)
+    p, dot = _prepare(x, scale, bounded), partial(wide_einsum, dtype=x.q.dtype)
     C = x.q.shape[3]
 
     def chunk(S, xs):
@@ -134,7 +127,7 @@ def _forward(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, S_BHKV, index_BT, scale, 
 
 def _states(p: Prepared, S_BHKV, dtype):
     """The state before each chunk, and v_new = u - w S, once more."""
-    dot = _dot(dtype)
+    dot = partial(wide_einsum, dtype=dtype)
 
     def chunk(S, xs):
         w, u, k_out, whole = xs
@@ -147,7 +140,7 @@ def _states(p: Prepared, S_BHKV, dtype):
 
 def _state_cotangents(p: Prepared, do, dS_BHKV, dtype):
     """The cotangents of v_new, of the state after each chunk, and of the initial state."""
-    dot = _dot(dtype)
+    dot = partial(wide_einsum, dtype=dtype)
     C = do.shape[3]
     local = dot("...ix,...iv->...xv", jnp.concatenate([p.Aqk_NBHCC, p.q_in_NBHCK], axis=-1), do)
 
@@ -166,7 +159,7 @@ def _backward(scale, bounded, residuals, cotangents):
     *inputs, S_BHKV, index_BT = residuals
     do_BTHV, dS_BHKV = cotangents
     x = _chunks(*inputs, index_BT)
-    p, dot = _prepare(x, scale, bounded), _dot(x.q.dtype)
+    p, dot = _prepare(x, scale, bounded), partial(wide_einsum, dtype=x.q.dtype)
     wide, C, beta, decay = x.g.dtype, x.q.shape[3], x.beta[..., None], p.decay
     do = _split(do_BTHV)
     S, v_new = _states(p, S_BHKV.astype(wide), x.q.dtype)

@@ -153,8 +153,11 @@ def test_the_work_does_not_grow_with_the_number_of_groups():
     assert flops(64) < 1.2 * product
 
 
-def test_the_alignment_is_a_power_of_two():
-    assert alignment() in (32, 64, 128, 256)
+@pytest.mark.parametrize(("rows", "groups"), [(0, 8), (1, 8), (100, 8), (4096, 8), (10**7, 896)])
+def test_the_alignment_is_a_power_of_two_of_about_a_groups_size(rows, groups):
+    block = alignment(rows, groups)
+    assert block.bit_count() == 1
+    assert block <= max(alignment(0, 1), rows // groups)
 
 
 def test_an_implementation_that_is_not_built_is_refused_by_name():

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -54,14 +55,21 @@ class K3(nn.Module):
         Args:
           tokens: [B, T] integers below the vocabulary's size.
           segment_ids: [B, T] integers: a segment is a maximal run of one positive id, zeros
-            skipped, and is its own document; 0 is padding. None: each row is one document.
+            skipped, and is its own document; 0 is padding. None: each row is one document, which
+            goes on with the one that `states` were in.
           states: from `K3.empty_states` or an earlier call, to go on where that one stopped; no
             gradient flows through them.
         """
         params = self._declare()
         if self.is_initializing():  # the parameters are there: no need to run the stack
             return Output(jnp.zeros((*tokens.shape, self.cfg.vocabulary)), None, jnp.zeros(()), {})
-        return _forward(self.cfg, params, tokens, segment_ids, states)
+        if segment_ids is not None:
+            chex.assert_equal_shape([tokens, segment_ids])
+        if tokens.shape[1]:
+            return _forward(self.cfg, params, tokens, segment_ids, states)
+        padding = jnp.zeros((tokens.shape[0], 1), jnp.int32)  # a row of no tokens is one of padding
+        out = _forward(self.cfg, params, padding, padding, states)
+        return out.replace(logits=out.logits[:, :0])
 
     def _declare(self) -> dict[str, Any]:
         """Every parameter by name: the ends' arrays, and a tree for each run of layers."""
@@ -93,8 +101,9 @@ def _forward(cfg: ModelConfig, params, tokens, segment_ids, states: State | None
         order_BT, segments, last_id_B = compact(segment_ids, None if states is None else states.last_id_B)
         tokens = jnp.take_along_axis(tokens, order_BT, axis=1)
     elif states is not None:
-        # Without ids, all tokens are of segment 1, and go on if the carried one was.
-        _, segments, last_id_B = compact(jnp.ones(tokens.shape, jnp.int32), states.last_id_B)
+        # Without ids, a row goes on with the document that it was in, or begins its first.
+        ids_B1 = jnp.maximum(states.last_id_B, 1)[:, None]
+        _, segments, last_id_B = compact(jnp.broadcast_to(ids_B1, tokens.shape), states.last_id_B)
 
     x_BTD = shard(shard(params["embedding"].astype(dtype), "YD")[tokens], "BTD")
     before = None if states is None else states.layers

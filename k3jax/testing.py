@@ -1,9 +1,9 @@
 """The laws that every mixer and every balancing rule obeys, ours and yours, as checks to call in tests.
 
-    from k3jax.testing import check_mixer, check_balance
+from k3jax.testing import check_mixer, check_balance
 
-    def test_my_mixer():
-        check_mixer(MyMixer(heads=2))
+def test_my_mixer():
+    check_mixer(MyMixer(heads=2))
 """
 
 from collections.abc import Callable

@@ -25,7 +25,7 @@ from k3jax.train.step import train_step
 
 
 def small() -> Config:
-    """Three layers of width 32: kda dense, kda moe, mla moe; an AttnRes block opens at each of the last two."""
+    """Three layers of width 32: kda dense, kda moe, mla moe; each opens an AttnRes block."""
     return Config(
         model=ModelConfig(
             width=32,

@@ -61,7 +61,8 @@ def unit_flops(cfg, part, length):
 
 def as_computed(parts, length, moe=LATENT):
     """The closed form with what these implementations do beside it: masked pairs, rows that fill a block."""
-    slots, block = ROWS * length * moe.active, alignment()
+    slots = ROWS * length * moe.active
+    block = alignment(slots, moe.experts)
     rows = (slots + moe.experts * (block - 1)) // block * block
     return parts.total + parts.attention * (2 * length / (length + 1) - 1) + parts.routed * (rows / slots - 1)
 

@@ -32,8 +32,7 @@ OURS = ("experiments", "configs", "k3jax", "pallas_kernels", "tests")
 
 def modules():
     for folder in ("k3jax", "pallas_kernels", "configs", "experiments"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            yield path
+        yield from sorted((ROOT / folder).rglob("*.py"))
 
 
 def name_of(path: Path) -> str:

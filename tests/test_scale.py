@@ -37,7 +37,11 @@ print(json.dumps({
 
 def lower(depth: int) -> dict[str, float]:
     ended = subprocess.run(
-        [sys.executable, "-c", CHILD, str(depth)], cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True
+        [sys.executable, "-c", CHILD, str(depth)],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return json.loads(ended.stdout.splitlines()[-1])
 

@@ -231,7 +231,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_is_there(cfg, tmp_path, monkeyp
         return save(self, fail if len(self.steps()) >= 2 else write)
 
     monkeypatch.setattr(Checkpoints, "_careful", full)
-    with pytest.raises(CheckpointError, match="No space left on device.*complete ones: 2, 4"):
+    with pytest.raises(CheckpointError, match=r"No space left on device.*complete ones: 2, 4"):
         loop.start(cfg, path, Quiet())
     monkeypatch.undo()
     loop.resume(path, Quiet())

@@ -5,8 +5,10 @@ warning lists them; anything else unexpected, or missing, is an error that lists
 """
 
 import json
+import math
 import re
 import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,14 +56,12 @@ def load(directory: str | Path) -> tuple[ModelConfig, Any]:
     wanted = {tensor.name: tensor for tensor in tensors(cfg)}
     files = _files(directory)
     names = _text_names(files, cfg)
-    _compare(directory, wanted, names)
-    params = jax.tree.map(lambda w: np.empty(w.value.shape, w.value.dtype), shapes(cfg), is_leaf=is_weight)
+    _compare(directory, wanted, names, files)
+    params = jax.tree.map(lambda w: np.zeros(w.value.shape, w.value.dtype), shapes(cfg), is_leaf=is_weight)
     for stored_name, stored in _read_tensors(files, names):
         tensor = wanted[names[stored_name]]
         if tensor.axes == "H":  # A_log: stored in any shape, some shards pad it with heads of no one
             stored = stored.reshape(-1)[: tensor.sizes[0]]
-        if stored.size != np.prod(tensor.sizes):
-            raise CheckpointError(f"{directory}: {stored_name} has shape {stored.shape}, not {tensor.shape}")
         for part, ours in tensor.to_ours(stored):
             leaf = _at(params, part.path)
             if ours.dtype == np.float64 and leaf.dtype != np.float64:
@@ -91,17 +91,20 @@ def save(directory: str | Path, cfg: ModelConfig, params: Any, like: str | Path 
     def ours(tensor: Tensor) -> np.ndarray:
         return tensor.to_stored([_at(host, part.path)[part.index] for part in tensor.parts])
 
-    scratch = directory.with_name(directory.name + ".part")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    if like is None:
-        (scratch / CONFIG).write_text(json.dumps(to_released(cfg), indent=1) + "\n")
-        save_file({name: np.ascontiguousarray(ours(t)) for name, t in wanted.items()}, scratch / SINGLE)
-    else:
-        _save_like(scratch, Path(like), cfg, wanted, ours)
-    if directory.exists():
-        directory.rmdir()
-    scratch.rename(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        if like is None:
+            (scratch / CONFIG).write_text(json.dumps(to_released(cfg), indent=1) + "\n")
+            save_file({name: np.ascontiguousarray(ours(t)) for name, t in wanted.items()}, scratch / SINGLE)
+        else:
+            _save_like(scratch, Path(like), cfg, wanted, ours)
+        scratch.chmod(0o755)  # mkdtemp's is private
+        if directory.exists():
+            directory.rmdir()
+        scratch.rename(directory)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _save_like(scratch: Path, like: Path, cfg: ModelConfig, wanted, ours) -> None:
@@ -109,7 +112,7 @@ def _save_like(scratch: Path, like: Path, cfg: ModelConfig, wanted, ours) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SkippedTensors)  # they are copied, not lost
         names = _text_names(files, cfg)
-    _compare(like, wanted, names)
+    _compare(like, wanted, names, files)
     for extra in (CONFIG, INDEX):
         if (like / extra).exists():
             shutil.copyfile(like / extra, scratch / extra)
@@ -180,13 +183,30 @@ def _some(names: list[str], most: int = 20) -> str:
     return ", ".join(sorted(names)[:most]) + more
 
 
-def _compare(directory: Path, wanted: dict[str, Tensor], names: dict[str, str]) -> None:
+def _fits(shape: tuple[int, ...], tensor: Tensor) -> bool:
+    """Whether a stored shape is this tensor's, axes of size 1 aside; A_log may be padded."""
+    if tensor.axes == "H":
+        return math.prod(shape) >= tensor.sizes[0]
+    return [n for n in shape if n != 1] == [n for n in tensor.shape if n != 1]
+
+
+def _compare(directory: Path, wanted: dict[str, Tensor], names: dict[str, str], files: list[Path]) -> None:
     found = set(names.values())
     missing, unexpected = sorted(set(wanted) - found), sorted(found - set(wanted))
-    if missing or unexpected:
-        said = [f"missing: {_some(missing)}"] * bool(missing) + [f"unexpected: {_some(unexpected)}"] * bool(
-            unexpected
-        )
+    misshapen = []
+    for file in files:
+        with safe_open(file, framework="numpy") as stored:
+            for name in sorted(set(stored.keys()) & set(names)):
+                shape, tensor = tuple(stored.get_slice(name).get_shape()), wanted.get(names[name])
+                if tensor is not None and not _fits(shape, tensor):
+                    misshapen.append(f"{name} has shape {shape}, not {tensor.shape}")
+    if missing or unexpected or misshapen:
+        said = [
+            f"{kind}: {_some(which)}"
+            for kind, which in (("missing", missing), ("unexpected", unexpected))
+            if which
+        ]
+        said += sorted(misshapen)
         raise CheckpointError(f"{directory} does not hold the model of its config.json; {'; '.join(said)}")
 
 

@@ -43,10 +43,11 @@ def from_released(raw: Mapping[str, Any]) -> ModelConfig:
     Raises:
       ReleasedConfigError: a missing field, or a value that this model cannot be.
     """
-    raw = raw.get("text_config", raw)
-    if raw.get("quantization_config"):
+    whole, raw = raw, raw.get("text_config", raw)
+    packed = raw.get("quantization_config") or whole.get("quantization_config")
+    if packed:
         raise ReleasedConfigError(
-            f"quantization_config={raw['quantization_config']!r}: packed weights (such as MXFP4) are not "
+            f"quantization_config={packed!r}: packed weights (such as MXFP4) are not "
             "read yet; dequantise the checkpoint first"
         )
     for name, value in FIXED.items():

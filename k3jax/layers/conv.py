@@ -40,10 +40,11 @@ def short_conv(x_BTHK, taps_HKW, tail_BWHK, segments):
 def conv_tail(x_BTHK, taps, tail_BWHK, segments):
     """The last `taps` - 1 real inputs of the segment that the row ends in, zeros before its start."""
     T = x_BTHK.shape[1]
+    dtype = x_BTHK.dtype if tail_BWHK is None else tail_BWHK.dtype
     x_BSHK, index_BS = _extended(x_BTHK, tail_BWHK, taps, segments)
     if segments is None:
-        return x_BSHK[:, T:]
+        return x_BSHK[:, T:].astype(dtype)
     at_BW = segments.count_B[:, None] + jnp.arange(taps - 1)[None, :]
     tail_BWHK = jnp.take_along_axis(x_BSHK, at_BW[..., None, None], axis=1)
     same_BW = jnp.take_along_axis(index_BS, at_BW, axis=1) == segments.last_B[:, None]
-    return jnp.where(same_BW[..., None, None], tail_BWHK, 0)
+    return jnp.where(same_BW[..., None, None], tail_BWHK, 0).astype(dtype)

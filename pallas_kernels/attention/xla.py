@@ -113,16 +113,16 @@ def _backward(scale, residuals, cotangents):
     T, S = q_BTHK.shape[1], k_BSHK.shape[1]
     x = _blocks(q_BTHK, k_BSHK, v_BSHV, query_index_BT, key_index_BS)
     across = x.q.shape[3]
-    do = _cut(do_BTHV, across)
-    delta = jnp.sum(do * _cut(o_BTHV, across), axis=-1)
     low = x.q.dtype
+    do = _cut(do_BTHV, across).astype(low)  # rounded in both terms of dp - delta, which cancel
+    delta = jnp.sum(do * _cut(o_BTHV, across), axis=-1)
 
     def pair(carry, ij):
         dq, dk, dv = carry
         i, j = ij
         logits = _logits(x, i, j, S - T, scale)
         p = jnp.where(logits > MASKED / 2, jnp.exp(logits - log_sum[i][..., None]), 0)
-        do_i = do[i].astype(low)
+        do_i = do[i]
         dp = wide_einsum("bhtv,bhsv->bhts", do_i, x.v[j])
         ds = (p * (dp - delta[i][..., None]) * scale).astype(low)
         dq = dq.at[i].add(wide_einsum("bhts,bhsk->bhtk", ds, x.k[j]))

@@ -5,6 +5,7 @@ from typing import Literal
 
 import chex
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import choice
 from pallas_kernels.grouped_matmul import reference, xla
@@ -54,6 +55,9 @@ def grouped_matmul(
     chex.assert_shape(group_sizes, (E,))
     if M % alignment:
         raise ValueError(f"grouped_matmul: {M} rows are no multiple of alignment={alignment}")
+    if M == 0:
+        return jnp.zeros((0, Y), rows.dtype)
+    weights = weights.astype(rows.dtype)
     if implementation == "reference":
         return reference.grouped_matmul(rows, weights, group_sizes)
     return xla.grouped_matmul(rows, weights, group_sizes, alignment)

@@ -44,6 +44,7 @@ def _backward(block, residuals, d_MY):
     d_rows_MX = _product(d_MY, jnp.swapaxes(weights_EXY, 1, 2), groups_N, inside_N)
     d_NBY = jnp.where(inside_N[:, None, None], d_MY.reshape(groups_N.shape[0], block, -1), 0)
     rows_NBX = rows_MX.reshape(groups_N.shape[0], block, -1)
+    rows_NBX = jnp.where(inside_N[:, None, None], rows_NBX, 0)  # 0 x NaN is not 0
     per_block_NXY = wide_einsum("nbx,nby->nxy", rows_NBX, d_NBY)
     d_weights_EXY = jax.ops.segment_sum(per_block_NXY, groups_N, weights_EXY.shape[0])
     return d_rows_MX.astype(rows_MX.dtype), d_weights_EXY.astype(weights_EXY.dtype), None

@@ -75,20 +75,7 @@ def decays(g_NBHCK, bounded: bool, mask: Masks | None) -> Decays:
         near = near & (index[..., :, None] == index[..., None, :])
         counted = counted[(*LEAD, None)] & near & ~begins[..., None, :]
     after_first = sums(counted, g)
-
-    # Over whole tiles: before tile r, after tile r, and between tiles s and r with r's first step.
-    r, s = np.arange(R)[:, None], np.arange(R)[None, :]
-    none = np.zeros((R, R), bool)
-    between = (s[:, :, None] < np.arange(R)) & (np.arange(R) < r[:, :, None])
-    first = np.repeat(np.eye(R, dtype=bool), R, axis=0)
-    chosen = np.concatenate([
-        np.concatenate([s < r, none], axis=1),
-        np.concatenate([s > r, none], axis=1),
-        np.concatenate([between.reshape(R * R, R), first], axis=1),
-    ])  # fmt: skip
-    tile_and_first = jnp.concatenate([to_here[..., -1, :], g[..., 0, :]], axis=-2)
-    before, after, gap = jnp.split(sums(chosen, tile_and_first), [R, 2 * R], axis=-2)
-    gap = gap.reshape(*gap.shape[:3], R, R, 1, -1)
+    before, after, gap = _between_tiles(to_here[..., -1, :], g[..., 0, :])
 
     flat = lambda x: x.reshape(g_NBHCK.shape)
     enter, leave = jnp.exp(flat(to_here + before[..., None, :])), jnp.exp(flat(to_end + after[..., None, :]))
@@ -100,17 +87,44 @@ def decays(g_NBHCK, bounded: bool, mask: Masks | None) -> Decays:
 
     # In the row's own tile a column's exponent runs backwards, from 0 to 75 where the gate is
     # bounded and to anything where it is not. The mask goes before the exp.
+    r, s = np.arange(R)[:, None], np.arange(R)[None, :]
     tiles = lambda x: x[(*LEAD, ..., None, None)]
-    column = jnp.where(tiles(s < r), to_end[..., None, :, :, :] + gap, -jnp.inf)
+    column = jnp.where(tiles(s < r), to_end[..., None, :, :, :] + gap[..., None, :], -jnp.inf)
     if bounded:
         column = jnp.where(tiles(s == r), -after_first[..., None, :, :, :], column)
     column = jnp.exp(column).reshape(*g.shape[:4], C, -1)
-    within = None
-    if not bounded:
-        difference = after_first[..., :, None, :] - after_first[..., None, :, :]
-        # Sums of two segments start apart: their difference may be anything.
-        within = jnp.exp(jnp.where(near[..., None], difference, -jnp.inf))
+    within = None if bounded else _within_tiles(g, near)
     return Decays(enter, leave, whole, jnp.exp(after_first), column, within)
+
+
+def _between_tiles(total, first):
+    """Sums over whole tiles, from each tile's total and first step, [.., R, K].
+
+    Returns:
+      (of the tiles before r; of those after r; of those between s and r, and r's first step
+      [.., R, R, K]).
+    """
+    R = total.shape[-2]
+    r, s, m = np.arange(R)[:, None, None], np.arange(R)[None, :, None], np.arange(R)
+    none = np.zeros((R, R), bool)
+    rows = lambda of_total, of_first: np.concatenate([of_total, of_first], axis=1)
+    chosen = np.concatenate([
+        rows(m < r[:, 0], none),
+        rows(m > r[:, 0], none),
+        rows(((s < m) & (m < r)).reshape(R * R, R), np.repeat(np.eye(R, dtype=bool), R, axis=0)),
+    ])  # fmt: skip
+    found = sums(chosen, jnp.concatenate([total, first], axis=-2))
+    before, after, gap = jnp.split(found, [R, 2 * R], axis=-2)
+    return before, after, gap.reshape(*gap.shape[:-2], R, R, gap.shape[-1])
+
+
+def _within_tiles(g, near):
+    """e^(the steps after j through i) for each pair of one tile and segment, [.., R, I, J, K]."""
+    tile = g.shape[-2]
+    i, j, m = np.arange(tile)[:, None, None], np.arange(tile)[None, :, None], np.arange(tile)
+    steps = sums(((j < m) & (m <= i)).reshape(tile * tile, tile), g)
+    steps = steps.reshape(*g.shape[:-2], tile, tile, g.shape[-1])
+    return jnp.exp(jnp.where(near[..., None], steps, -jnp.inf))
 
 
 class Pairs(NamedTuple):

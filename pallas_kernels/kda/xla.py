@@ -187,7 +187,9 @@ def _backward(scale, bounded, residuals, cotangents):
     # are e^-5 of the others and would drown in their rounding.
     through = x.q * (dq_in + dq_row) + x.k * (dk_in + dk_row - dk_column)
     i, j = np.arange(C)[:, None], np.arange(C)[None, :]
-    dg = sums(np.concatenate([j >= i, j < i], axis=1), jnp.concatenate([through, x.k * dk_out], axis=-2))
+    # Another segment's terms add up to 0, but for their rounding: they are left out.
+    later = j >= i if x.mask is None else (j >= i)[None, None, None] & x.mask.pair_NB1CC
+    dg = sums(later, through) + sums(j < i, x.k * dk_out)
     dg = dg + (decay.whole_NBHK * jnp.sum(S * dS, axis=-1))[..., None, :]
 
     dq = dq_in + dq_row + dAqk_ii * x.k

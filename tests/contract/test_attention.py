@@ -21,12 +21,7 @@ IMPLEMENTATIONS = ("xla",)  # a kernel joins by adding its name
 # float64: as float32, in 1e-16.
 TOLERANCES = {"float32": (1e-5, 2e-5), "bfloat16": (1e-2, 2e-2), "float64": (1e-13, 1e-13)}
 INPUTS = ("query", "key", "value")
-NOISE = pytest.mark.xfail(strict=True, reason="do is rounded in one of two terms that cancel")
-AGREEMENT = [
-    pytest.param(name, dtype, marks=NOISE if (name, dtype) == ("one_token", "bfloat16") else ())
-    for name in SMALL
-    for dtype in TOLERANCES
-]
+AGREEMENT = [(name, dtype) for name in SMALL for dtype in TOLERANCES]
 
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 

@@ -213,6 +213,8 @@ def _draw(init: Init, shape: tuple[int, ...], dtype: Any, sharding: NamedShardin
 
 def weight(module: nn.Module, name: str, spec: str, sizes: Mapping[str, int], init: Init, rule=None, **kw):
     """Declares `make_weight(...)` as a parameter of `module` and returns its array."""
+    # Flax compares a parameter that is there with what `init` would give: the shape is all it needs.
+    init = init if module.is_initializing() else Constant(0.0)
     return module.param(name, lambda key: make_weight(key, spec, sizes, init, rule, **kw))
 
 

@@ -1,5 +1,6 @@
 """K3: embedding, stack, final read and norm, head."""
 
+from functools import cache
 from typing import Any
 
 import chex
@@ -82,7 +83,7 @@ class K3(nn.Module):
         params = {"embedding": table("embedding", "YD")}
         for group in plan(cfg):
             for leaf in group.leaves:
-                params[leaf.name] = self.param(leaf.name, _init_leaf, cfg, leaf)
+                params[leaf.name] = self.param(leaf.name, _init_leaf if self.is_initializing() else _zeros, cfg, leaf)
         if not isinstance(cfg.residual, Plain):
             params |= {"read_query": vector("read_query", 0.0), "read_norm": vector("read_norm", 1.0)}
         params["norm"] = vector("norm", 1.0)
@@ -128,13 +129,22 @@ def _forward(cfg: ModelConfig, params, tokens, segment_ids, states: State | None
 
 def _init_leaf(key, cfg: ModelConfig, leaf: Leaf) -> Any:
     """The boxed parameters of equal layers, stacked; shapes come first, then every weight is drawn."""
+    weights, tree = jax.tree.flatten(_boxes(cfg, leaf, jax.sharding.get_abstract_mesh()), is_leaf=is_weight)
+    keys = jax.random.split(key, len(weights))
+    return jax.tree.unflatten(tree, [draw(k, w) for k, w in zip(keys, weights, strict=True)])
+
+
+def _zeros(key, cfg: ModelConfig, leaf: Leaf) -> Any:
+    """Of the shapes that `_init_leaf` gives, for Flax to compare the parameters with."""
+    boxes = _boxes(cfg, leaf, jax.sharding.get_abstract_mesh())
+    return jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), boxes)
+
+
+@cache
+def _boxes(cfg: ModelConfig, leaf: Leaf, mesh) -> Any:
+    """Boxed shapes of the parameters of equal layers; what they depend on is all in the arguments."""
     bank_SBTD = jnp.zeros((bank_size(cfg), least("B"), least("T"), cfg.width))
     inputs = (bank_SBTD, jnp.bool_(True), jnp.int32(1), None, None)
-    boxes = {
-        name: jax.eval_shape(unit.init, key, *inputs)["params"] for name, unit in units(cfg, leaf).items()
-    }
-    weights, tree = jax.tree.flatten(boxes, is_leaf=is_weight)
-    keys = jax.random.split(key, len(weights))
-    return jax.tree.unflatten(
-        tree, [draw(k, stacked(w, leaf.repeats)) for k, w in zip(keys, weights, strict=True)]
-    )
+    shapes = lambda unit: jax.eval_shape(unit.init, jax.random.key(0), *inputs)["params"]
+    boxes = {name: shapes(unit) for name, unit in units(cfg, leaf).items()}
+    return jax.tree.map(lambda w: stacked(w, leaf.repeats), boxes, is_leaf=is_weight)

@@ -72,6 +72,14 @@ def test_python_runs_the_same_command():
     assert done.stderr == "k3jax params: no.py: no such file or directory\n"
 
 
+def test_an_error_of_the_system_is_one_line(capsys, tmp_path):
+    (tmp_path / "runs").write_text("a file where a folder is needed")
+    code, _, err = k3jax(capsys, "train", TINY, "--run", str(tmp_path / "runs" / "new"))
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "runs" in err
+
+
 def test_an_error_for_users_is_one_line_unless_debugged(capsys):
     argv = ["params", TINY, "--set", "model.width=x"]
     code, out, err = k3jax(capsys, *argv)

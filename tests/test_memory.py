@@ -115,7 +115,7 @@ def test_policies_save_in_their_order():
     assert 0.9 * heads < saved[1] - saved[0] < 1.2 * heads
     assert len({need.working for need in needs}) == 1
     half = estimate(with_model(dtype="bfloat16"), 1).saved
-    assert 0.45 < half / saved[0] < 0.7
+    assert 0.45 < half / saved[0] < 0.75  # around the head sums stay float32
 
 
 @pytest.mark.parametrize("optim", [OptimConfig(), OptimConfig(matrices=AdamW())], ids=["muon", "adamw"])

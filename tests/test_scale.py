@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 CHILD = """
-import json, resource, sys, time
+import json, re, sys, time
 from functools import partial
+from pathlib import Path
 import jax
 import numpy as np
 from flax import linen as nn
@@ -27,9 +28,11 @@ shape = (cfg.data.batch, cfg.data.length)
 kinds = dict.fromkeys(("tokens", "targets", "segment_ids"), np.int32) | {"weights": np.float32}
 batch = {name: jax.ShapeDtypeStruct(shape, kind) for name, kind in kinds.items()}
 text = jax.jit(partial(train_step, cfg, optimiser)).lower(state, batch).as_text()
+# Not ru_maxrss, which starts at that of the process it was forked from.
+peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 print(json.dumps({
     "seconds": time.perf_counter() - began,
-    "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    "gib": peak / 2**20,
     "lines": text.count(chr(10)),
 }))
 """

@@ -24,8 +24,8 @@ USER_ERROR = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. Errors meant for users are one line and code 2.
 
-    Those are the errors that this package defines: any other is a fault of ours and keeps its
-    traceback, as all do under --debug.
+    Those are the errors that this package defines and the system's own, such as a full disk: any
+    other is a fault of ours and keeps its traceback, as all do under --debug.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     chosen = next((x for x in argv if not x.startswith("-")), None)
@@ -62,4 +62,4 @@ def _parser(chosen: str | None, module: ModuleType | None) -> argparse.ArgumentP
 
 def _is_for_users(error: Exception) -> bool:
     """Told by where the type is defined, which needs no import of the module that defines it."""
-    return any(cls.__module__.partition(".")[0] == "k3jax" for cls in type(error).__mro__)
+    return isinstance(error, OSError) or any(cls.__module__.partition(".")[0] == "k3jax" for cls in type(error).__mro__)

@@ -132,7 +132,7 @@ def dispatch_plan(chosen_Mk, experts: int, block: int):
     order_S = jnp.argsort(chosen_S, stable=True)
     sorted_S = chosen_S[order_S]
     counts_E = jnp.zeros(E, jnp.int32).at[chosen_S].add(1, mode="drop")
-    sizes_E = -(-counts_E // block) * block
+    sizes_E = _whole(counts_E + (block - 1), block) * block
     padding_E = sizes_E - counts_E
     shift_E = jnp.cumsum(padding_E, dtype=jnp.int32) - padding_E
     order_S = order_S.astype(jnp.int32)
@@ -143,17 +143,22 @@ def dispatch_plan(chosen_Mk, experts: int, block: int):
     return place_S.reshape(M, k), source_R, sizes_E
 
 
+def _whole(x, by: int):
+    """x // by where nothing is negative: `//` would compile a case for each sign."""
+    return jax.lax.div(x, jnp.asarray(by, x.dtype))
+
+
 def _take(x, index):
-    """x[index], zero where the index is beyond the end."""
+    """x[index] for indexes from 0, zero where one is beyond the end."""
     if not x.shape[0]:
         return jnp.zeros((*index.shape, *x.shape[1:]), x.dtype)
-    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+    return x.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 @jax.custom_vjp
 def spread(x_ML, place_Mk, source_R):
     """The rows of x that `dispatch_plan` asks for, zeros where a row has no source."""
-    return _take(x_ML, source_R // place_Mk.shape[1])
+    return _take(x_ML, _whole(source_R, place_Mk.shape[1]))
 
 
 def _spread_forward(x_ML, place_Mk, source_R):
@@ -179,7 +184,7 @@ def _gather_back_forward(rows_RL, p_Mk, place_Mk, source_R):
 
 def _gather_back_backward(residuals, d_ML):
     rows_RL, p_Mk, place_Mk, source_R = residuals
-    d_rows_RL = _take(p_Mk.reshape(-1), source_R)[:, None] * _take(d_ML, source_R // p_Mk.shape[1])
+    d_rows_RL = _take(p_Mk.reshape(-1), source_R)[:, None] * _take(d_ML, _whole(source_R, p_Mk.shape[1]))
     d_p_Mk = jnp.einsum("mkl,ml->mk", _take(rows_RL, place_Mk), d_ML.astype(p_Mk.dtype))
     return d_rows_RL.astype(rows_RL.dtype), d_p_Mk.astype(p_Mk.dtype), None, None
 

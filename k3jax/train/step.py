@@ -72,9 +72,11 @@ def evaluate_step(cfg: ModelConfig, params: Any, batch: Any) -> Sums:
 def _gradients(cfg: Config, params, batch):
     """(sums over all micro-batches, the gradient of the mean over tokens, what layers report)."""
 
+    tokens = jnp.maximum(batch["weights"].sum(), 1)
+
     def objective(params, batch):
         sums, seen = loss_sums(cfg.model, params, batch)
-        return sums.loss + cfg.optim.z_loss * sums.z + sums.penalty, (sums, seen)
+        return (sums.loss + cfg.optim.z_loss * sums.z + sums.penalty) / tokens, (sums, seen)
 
     gradient = jax.grad(objective, has_aux=True)
     parts = cfg.optim.accumulate
@@ -94,7 +96,7 @@ def _gradients(cfg: Config, params, batch):
         batch = jax.tree.map(micro, batch)
         first, rest = (jax.tree.map(lambda x, i=i: x[i], batch) for i in (0, slice(1, None)))
         (gradients, (sums, seen)), _ = jax.lax.scan(add, gradient(params, first), rest)
-    return sums, jax.tree.map(lambda g: g / jnp.maximum(sums.tokens, 1), gradients), seen
+    return sums, gradients, seen
 
 
 def _balance(cfg: ModelConfig, params, memory, seen):

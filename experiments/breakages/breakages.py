@@ -1,0 +1,384 @@
+"""The wrong programs: what is replaced by what, and the tests that ought to notice."""
+
+from dataclasses import dataclass
+
+KDA = "tests/contract/test_kda.py"
+KDA_GATE = (
+    f"{KDA}::test_the_gated_form_is_the_plain_form_of_prepared_inputs",
+    f"{KDA}::test_each_channel_of_a_head_forgets_at_its_own_rate",
+    f"{KDA}::test_the_bounded_gate_is_exactly_half_its_floor_at_zero",
+    f"{KDA}::test_the_bounded_gates_slope_does_not_cancel_at_the_floor",
+)
+KDA_AGREEMENT = (f"{KDA}::test_agrees_with_the_definition",)
+SWITCHES = ("tests/test_step.py::test_every_switch_trains",)
+ACCUMULATION = ("tests/test_step.py::test_accumulation_changes_nothing",)
+
+
+@dataclass(frozen=True)
+class Breakage:
+    """One replacement in one file.
+
+    Attributes:
+      name: for the command line. what: the behaviour it breaks, for people.
+      file: relative to the repository. old: occurs in it exactly once. new: what then stands there.
+      tests: pytest's arguments: files or tests, quick ones.
+    """
+
+    name: str
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+BREAKAGES: tuple[Breakage, ...] = (
+    # ---- the KDA op ----
+    Breakage(
+        "decay-per-head",
+        "all channels of a head forget at their mean rate",
+        "pallas_kernels/kda/gate.py",
+        "return lower_bound * _sigmoid(rate_11H1 * z_BTHK)",
+        "g_BTHK = lower_bound * _sigmoid(rate_11H1 * z_BTHK)\n"
+        "    return jnp.broadcast_to(jnp.mean(g_BTHK, axis=-1, keepdims=True), g_BTHK.shape)",
+        KDA_GATE,
+    ),
+    Breakage(
+        "clamped-softplus-gate",
+        "the bounded gate is the unbounded one, cut off at the floor",
+        "pallas_kernels/kda/gate.py",
+        "return lower_bound * _sigmoid(rate_11H1 * z_BTHK)",
+        "return jnp.maximum(-rate_11H1 * jax.nn.softplus(z_BTHK), lower_bound)",
+        KDA_GATE,
+    ),
+    Breakage(
+        "cancelling-gate-slope",
+        "the gate's slope is s (1 - s), which cancels near the floor",
+        "pallas_kernels/kda/gate.py",
+        "s * jax.nn.sigmoid(-y) * dy",
+        "s * (1 - s) * dy",
+        KDA_GATE,
+    ),
+    Breakage(
+        "no-rate-gradient",
+        "`a_log` gets no gradient",
+        "pallas_kernels/kda/gate.py",
+        "jnp.exp(a_log.astype(dtype))",
+        "jnp.exp(jax.lax.stop_gradient(a_log).astype(dtype))",
+        SWITCHES,
+    ),
+    Breakage(
+        "decay-after-correction",
+        "the delta rule corrects the memory first and decays it afterwards",
+        "pallas_kernels/kda/reference.py",
+        "        S = jnp.exp(g_BHK)[..., None] * S  # forget\n"
+        '        miss_BHV = v_BHV - jnp.einsum("bhk,bhkv->bhv", k_BHK, S)  # what memory gets wrong\n'
+        '        S = S + jnp.einsum("bh,bhk,bhv->bhkv", beta_BH, k_BHK, miss_BHV)  # correct\n',
+        '        miss_BHV = v_BHV - jnp.einsum("bhk,bhkv->bhv", k_BHK, S)\n'
+        '        S = S + jnp.einsum("bh,bhk,bhv->bhkv", beta_BH, k_BHK, miss_BHV)\n'
+        "        S = jnp.exp(g_BHK)[..., None] * S\n",
+        (f"{KDA}::test_the_reference_is_the_recurrence",),
+    ),
+    Breakage(
+        "undecayed-correction",
+        "a chunk's corrections read its incoming memory without the decay up to each token",
+        "pallas_kernels/kda/xla.py",
+        "k_in = x.k * decay.enter_NBHCK",
+        "k_in = x.k",
+        KDA_AGREEMENT,
+    ),
+    Breakage(
+        "memory-across-documents",
+        "the memory is not reset where a document begins",
+        "pallas_kernels/kda/api.py",
+        "xla.kda(q, k, v, g, beta, S, index_BT, scale, bounded)",
+        "xla.kda(q, k, v, g, beta, S, None, scale, bounded)",
+        (f"{KDA}::test_packed_documents_are_documents_alone", f"{KDA}::test_agrees_for_every_packing"),
+    ),
+    Breakage(
+        "exp-before-mask",
+        "exponentials that overflow are masked after they are taken, not before",
+        "pallas_kernels/kda/tiles.py",
+        "    if bounded:\n",
+        "    if True:\n",
+        (f"{KDA}::test_agrees_for_every_decay",),
+    ),
+    Breakage(
+        "state-cotangent-dropped",
+        "the backward pass ignores the cotangent of the final state",
+        "pallas_kernels/kda/xla.py",
+        "do_BTHV, dS_BHKV = cotangents",
+        "do_BTHV, dS_BHKV = cotangents[0], jnp.zeros_like(cotangents[1])",
+        KDA_AGREEMENT,
+    ),
+    # ---- the KDA layer ----
+    Breakage(
+        "conv-across-documents",
+        "the short convolution reads over the beginning of a document",
+        "k3jax/layers/conv.py",
+        "same_BT = index_BS[:, w : w + T] == segments.index_BT",
+        "same_BT = jnp.ones_like(segments.real_BT)",
+        ("tests/test_conv.py",),
+    ),
+    Breakage(
+        "carried-memory-kept",
+        "a memory that is handed over serves another document than its own",
+        "k3jax/layers/kda.py",
+        "jnp.where(segments.continues_B[:, None, None, None], S_BHKV, 0)",
+        "S_BHKV",
+        ("tests/test_kda_layer.py",),
+    ),
+    # ---- attention and MLA ----
+    Breakage(
+        "attention-across-documents",
+        "queries see the keys of earlier documents",
+        "pallas_kernels/attention/xla.py",
+        "past[None] & (query_index == key_index) & (key_index >= 0)",
+        "past[None] & (query_index >= 0) & (key_index >= 0)",
+        ("tests/contract/test_attention.py",),
+    ),
+    Breakage(
+        "softmax-from-zero",
+        "the running maximum of the logits starts at 0",
+        "pallas_kernels/attention/xla.py",
+        "for start, y in ((0, o), (0, l), (MASKED, m))",
+        "for start, y in ((0, o), (0, l), (0, m))",
+        ("tests/contract/test_attention.py",),
+    ),
+    Breakage(
+        "no-mla-gate",
+        "MLA's output gate is not applied",
+        "k3jax/layers/mla.py",
+        'linear("out", "HV->D", y_BTHV)',
+        'linear("out", "HV->D", o_BTHV.astype(y_BTHV.dtype))',
+        ("tests/test_mla.py",),
+    ),
+    Breakage(
+        "mla-gate-twice",
+        "MLA's output gate is applied twice",
+        "k3jax/layers/gate.py",
+        "y_BTHV.astype(wide) * jax.nn.sigmoid(z_BTHV.astype(wide))",
+        "y_BTHV.astype(wide) * jnp.square(jax.nn.sigmoid(z_BTHV.astype(wide)))",
+        ("tests/test_mla.py",),
+    ),
+    Breakage(
+        "gate-after-rounding",
+        "attention's output is rounded to bfloat16 before it is gated",
+        "k3jax/layers/mla.py",
+        "self.std, x_BTD, o_BTHV)",
+        "self.std, x_BTD, o_BTHV.astype(x_BTD.dtype))",
+        ("tests/test_mla.py",),
+    ),
+    Breakage(
+        "positions-from-zero",
+        "rotary positions start anew in every piece of a row",
+        "k3jax/layers/mla.py",
+        "before.count_B[:, None] + jnp.arange(x_BTD.shape[1])[None]",
+        "0 * before.count_B[:, None] + jnp.arange(x_BTD.shape[1])[None]",
+        ("tests/test_mla.py",),
+    ),
+    # ---- experts and their balance ----
+    Breakage(
+        "bias-in-mixture",
+        "the router's bias is part of the mixture weights",
+        "k3jax/layers/moe.py",
+        "p_BTk = jnp.take_along_axis(scores_BTE, chosen_BTk, axis=-1)",
+        "p_BTk = jnp.take_along_axis(scores_BTE + bias_E[None, None], chosen_BTk, axis=-1)",
+        ("tests/test_moe.py",),
+    ),
+    Breakage(
+        "mixture-not-normalised",
+        "the mixture weights are the scores themselves",
+        "k3jax/layers/moe.py",
+        "if cfg.normalise:",
+        "if False:",
+        ("tests/test_moe.py",),
+    ),
+    Breakage(
+        "narrow-router",
+        "the router's scores are computed in bfloat16 where the rest is",
+        "k3jax/layers/moe.py",
+        'x_BTD.astype(wide), precision="highest"',
+        'x_BTD, precision="highest"',
+        ("tests/test_moe.py",),
+    ),
+    Breakage(
+        "padding-in-loads",
+        "padding counts as a load of the experts",
+        "k3jax/layers/moe.py",
+        "add(real_BT[..., None].astype(jnp.int32))",
+        "add(1)",
+        ("tests/test_moe.py",),
+    ),
+    Breakage(
+        "fixed-histogram",
+        "the histogram of required biases covers [-1, 1], whatever the biases",
+        "k3jax/layers/balance.py",
+        "    low = jnp.min(bias_E) - 1\n    return low, (jnp.max(bias_E) + 1 - low) / bins\n",
+        "    return -1.0, 2.0 / bins\n",
+        ("tests/test_balance.py",),
+    ),
+    Breakage(
+        "bias-not-centred",
+        "the router's biases drift together",
+        "k3jax/layers/balance.py",
+        "target_E - jnp.mean(target_E), bias_E)",
+        "target_E, bias_E)",
+        ("tests/test_balance.py",),
+    ),
+    Breakage(
+        "balance-of-one-micro-batch",
+        "biases move by the counts of the last micro-batch alone",
+        "k3jax/train/step.py",
+        "seen = merge(seen, seen_more, sums.tokens, sums_more.tokens)",
+        "seen = seen_more",
+        ACCUMULATION,
+    ),
+    Breakage(
+        "no-up-cap",
+        "SiTU does not cap its up branch",
+        "k3jax/layers/activations.py",
+        "* b2 * jnp.tanh(u / b2)",
+        "* u",
+        ("tests/test_activations.py",),
+    ),
+    # ---- Attention Residuals ----
+    Breakage(
+        "block-opens-late",
+        "an AttnRes block opens one layer late",
+        "k3jax/layout.py",
+        "tuple((i in chosen, False) for i in range(cfg.depth))",
+        "tuple((i - 1 in chosen, False) for i in range(cfg.depth))",
+        ("tests/test_layout.py", "tests/test_residual.py"),
+    ),
+    Breakage(
+        "bank-unmasked",
+        "a read weighs sums that do not exist yet",
+        "k3jax/layers/residual.py",
+        "jnp.arange(x_SBTD.shape[0]) < count)",
+        "jnp.arange(x_SBTD.shape[0]) >= 0)",
+        ("tests/test_residual.py",),
+    ),
+    Breakage(
+        "unnormalised-sources",
+        "a read's scores are made without the RMSNorm on its sources",
+        "k3jax/layers/residual.py",
+        "raw_SBT * scale_SBT, -jnp.inf)",
+        "raw_SBT, -jnp.inf)",
+        ("tests/test_residual.py",),
+    ),
+    Breakage(
+        "gradient-into-closed-block",
+        "a block's gradient also flows into what its slot held before",
+        "k3jax/depth.py",
+        "jnp.where(opens, 0, d_sum)",
+        "d_sum",
+        ("tests/test_residual.py",),
+    ),
+    # ---- the optimiser ----
+    Breakage(
+        "whole-matrix-muon",
+        "Muon orthogonalises all heads of a projection together",
+        "k3jax/optim/muon.py",
+        '"head": apart,',
+        '"head": apart - heads,',
+        ("tests/test_muon.py",),
+    ),
+    Breakage(
+        "scale-of-whole-matrix",
+        "a head's update is scaled by the shape of all heads' projection",
+        "k3jax/optim/muon.py",
+        "_, rows, columns = blocks.sizes(x.shape)",
+        "batch, rows, columns = blocks.sizes(x.shape)\n    columns *= batch[-1] if batch else 1",
+        ("tests/test_muon.py",),
+    ),
+    Breakage(
+        "decay-on-vectors",
+        "weight decay reaches norms, biases and taps",
+        "k3jax/optim/build.py",
+        '"adamw": adam(cfg.adam),',
+        '"adamw": optax.chain(adam(cfg.adam), decay),',
+        ("tests/test_optim_build.py",),
+    ),
+    Breakage(
+        "muon-on-embedding",
+        "the embedding is declared as a matrix for Muon",
+        "k3jax/model.py",
+        'table("embedding", "YD")',
+        'weight(self, "embedding", "Y->D", sizes, Normal(cfg.init_std))',
+        ("tests/test_configs.py::test_golden_text",),
+    ),
+    Breakage(
+        "idle-first-step",
+        "warm-up starts at a rate of 0, one step late",
+        "k3jax/optim/schedule.py",
+        "optax.linear_schedule(peak / warm, peak, warm - 1)",
+        "optax.linear_schedule(0.0, peak, warm)",
+        ("tests/test_schedule.py",),
+    ),
+    Breakage(
+        "clip-without-bound",
+        "QK-Clip brings every head to tau, also from below",
+        "k3jax/optim/qk_clip.py",
+        "jnp.where(over_H, max_logit_H, tau)",
+        "max_logit_H",
+        ("tests/test_qk_clip.py",),
+    ),
+    Breakage(
+        "clip-shared-by-root",
+        "QK-Clip scales the query's shared dims by the root of the ratio",
+        "k3jax/optim/qk_clip.py",
+        "jnp.where(own, root_H1, ratio_H1)",
+        "jnp.where(own, root_H1, root_H1)",
+        ("tests/test_qk_clip.py",),
+    ),
+    # ---- steps, data and runs ----
+    Breakage(
+        "mean-of-means",
+        "micro-batches count alike, however many tokens they hold",
+        "k3jax/train/step.py",
+        "+ sums.penalty) / tokens, (sums, seen)",
+        "+ sums.penalty) / (sums.tokens * cfg.optim.accumulate), (sums, seen)",
+        ACCUMULATION,
+    ),
+    Breakage(
+        "unguarded-step",
+        "a gradient that is not finite is applied",
+        "k3jax/train/step.py",
+        "jnp.where(finite, new, old)",
+        "new",
+        ("tests/test_step.py::test_a_step_that_is_not_finite_leaves_the_state",),
+    ),
+    Breakage(
+        "counts-of-one-device",
+        "statistics of the layers are those of the first device",
+        "k3jax/report.py",
+        "jnp.sum(x, axis=layers)",
+        "jnp.take(x, 0, axis=layers)",
+        ("tests/test_step.py::test_eight_devices_equal_one",),
+    ),
+    Breakage(
+        "target-of-another-document",
+        "targets are the row's next tokens, also where a document ends",
+        "k3jax/data/packing.py",
+        '        row["weights"][start:end] = 1\n',
+        '        row["weights"][start:end] = 1\n    row["targets"][:-1] = row["tokens"][1:]\n',
+        ("tests/test_data_loader.py",),
+    ),
+    Breakage(
+        "documents-not-told-apart",
+        "all documents of a row have one segment id",
+        "k3jax/data/packing.py",
+        'row["segment_ids"][start:end] = segment',
+        'row["segment_ids"][start:end] = 1',
+        ("tests/test_data_loader.py",),
+    ),
+    Breakage(
+        "data-from-the-start",
+        "a resumed run reads its data from the beginning again",
+        "k3jax/train/loop.py",
+        'stream.set_state(position["stream"])',
+        "pass",
+        ("tests/test_train.py::test_an_interrupted_run_goes_on_exactly",),
+    ),
+)

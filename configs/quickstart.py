@@ -4,6 +4,8 @@
 
 Every mechanism of the full model at a size that two CPU cores train in minutes: bounded KDA and
 gated MLA at 3:1, Block AttnRes, Stable LatentMoE under Quantile Balancing, Per-Head Muon, QK-Clip.
+Three and a half minutes on two cores, half a minute of it compiling; validation loss 1.27 nats a byte
+where a byte-bigram model has 2.47 (ratio 0.51).
 """
 
 from k3jax.config import (

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax import struct
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 # letter: (name, the mesh axes that cut it)
@@ -117,7 +118,7 @@ class Weight(nn.LogicallyPartitioned):
     apart: tuple[str, ...] = struct.field(default=(), pytree_node=False)
     rule: Rule | None = struct.field(default=None, pytree_node=False)
     decayed: bool = struct.field(default=False, pytree_node=False)
-    init: Init | None = struct.field(default=None, pytree_node=False)
+    init: Init = struct.field(default=Constant(0.0), pytree_node=False)
 
 
 def is_weight(x: object) -> bool:
@@ -192,7 +193,7 @@ def stacked(w: Weight, layers: tuple[int, ...]) -> Weight:
 def draw(key: jax.Array, w: Weight) -> Weight:
     """A box of shapes with values drawn; on the current mesh, each device draws its own share."""
     shape, dtype = w.value.shape, w.value.dtype
-    if isinstance(key, jax.core.Tracer):  # inside eval_shape or jit: who calls decides where it goes
+    if isinstance(key, Tracer):  # inside eval_shape or jit: who calls decides where it goes
         return w.replace(value=w.init(key, shape, dtype))
     mesh = jax.sharding.get_mesh()
     if not mesh.empty and mesh.size > 1:
@@ -211,7 +212,9 @@ def _draw(init: Init, shape: tuple[int, ...], dtype: Any, sharding: NamedShardin
     return jax.jit(lambda key: init(key, shape, dtype), out_shardings=sharding)
 
 
-def weight(module: nn.Module, name: str, spec: str, sizes: Mapping[str, int], init: Init, rule=None, **kw):
+def weight(
+    module: nn.Module, name: str, spec: str, sizes: Mapping[str, int], init: Init, rule=None, **kw
+) -> Any:
     """Declares `make_weight(...)` as a parameter of `module` and returns its array."""
     # Flax compares a parameter that is there with what `init` would give: the shape is all it needs.
     init = init if module.is_initializing() else Constant(0.0)
@@ -252,7 +255,7 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
 
 def weight_cuts(w: Weight) -> tuple[tuple[str, ...], ...]:
     """The mesh axes over each axis of a weight: AXES' own, and fsdp along its first FSDP_ORDER axis."""
-    cuts = dict(AXES.values())
+    cuts: dict[Any, tuple[str, ...]] = dict(AXES.values())
     matrix = bool(w.writes) or AXES["Y"][0] in w.names
     over_fsdp = next((name for name in FSDP_ORDER if name in w.names), None) if matrix else None
     return tuple(cuts[name] + (("fsdp",) if name == over_fsdp else ()) for name in w.names)

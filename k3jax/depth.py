@@ -7,6 +7,7 @@ keeps for the backward pass is what the remat policy says.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -54,11 +55,11 @@ class Recipe(NamedTuple):
 
 
 @jax.tree_util.register_static
-class Recipes(dict):
-    """How to put each unit's pullback together again; no arrays."""
+@dataclass(frozen=True, eq=False)
+class Recipes:
+    """How to put each unit's pullback together again, by leaf and part; no arrays."""
 
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
+    of: dict[tuple[str, str], Recipe] = field(default_factory=dict)
 
 
 def units(cfg: ModelConfig, leaf: Leaf) -> dict[str, Unit]:
@@ -85,7 +86,8 @@ def run_stack(cfg: ModelConfig, params, embedded_BTD, states, segments):
             state = None if states is None else jax.lax.stop_gradient(states[leaf.name])
             fixed[leaf.name] = Fixed(jnp.asarray(facts.opens), jnp.asarray(facts.slot), state)
     mine = {name: params[name] for name in fixed}
-    stream, (states_after, reports) = _stack(cfg, mine, embedded_BTD, fixed, segments)
+    result: Any = _stack(cfg, mine, embedded_BTD, fixed, segments)
+    stream, (states_after, reports) = result
     return stream, None if states is None else states_after, reports
 
 
@@ -173,7 +175,7 @@ def _stack_forward(cfg, params, embedded_BTD, fixed, segments):
                 run = jax.checkpoint(run, policy=POLICIES[cfg.remat])
             out, pull, ys[part] = jax.vjp(run, params[part], stream.bank_SBTD, has_aux=True)
             inputs = (params[part], stream.bank_SBTD, opens, slot, state, segments)
-            recipes[leaf.name, part], residuals = _take_apart(pull, inputs)
+            recipes.of[leaf.name, part], residuals = _take_apart(pull, inputs)
             saved[part] = (_get(stream.bank_SBTD, slot), residuals)
             stream = _add(stream, opens, slot, *out)
         return stream, (ys, saved)
@@ -218,7 +220,7 @@ def _stack_backward(cfg, residuals, cotangents):
             sum_before, rest = saved[part]
             bank = _put(bank, sum_before, slot)  # later entries are masked, earlier ones final
             pull = _put_together(
-                recipes[leaf.name, part], (params[part], bank, opens, slot, state, segments), rest
+                recipes.of[leaf.name, part], (params[part], bank, opens, slot, state, segments), rest
             )
             d_sum = _get(d_bank, slot)
             d_params[part], d_read = pull((d_sum.astype(bank.dtype), d_penalty))

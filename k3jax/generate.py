@@ -49,7 +49,7 @@ def sample(
 def _next(cfg: ModelConfig, temperature: float, params: Any, tokens_1T, at, key):
     """The row with its token `at` drawn from what the ones before it say; the rest is padding."""
     real_1T = (jnp.arange(tokens_1T.shape[1]) < at)[None].astype(jnp.int32)
-    logits_1TY = K3(cfg).apply({"params": params}, tokens_1T, real_1T).logits
-    logits_Y = jax.lax.dynamic_index_in_dim(logits_1TY[0], at - 1, keepdims=False)
+    out: Any = K3(cfg).apply({"params": params}, tokens_1T, real_1T)
+    logits_Y = jax.lax.dynamic_index_in_dim(out.logits[0], at - 1, keepdims=False)
     drawn = jnp.argmax(logits_Y) if temperature == 0 else jax.random.categorical(key, logits_Y / temperature)
     return tokens_1T.at[0, at].set(drawn.astype(jnp.int32))

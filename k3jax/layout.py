@@ -123,9 +123,8 @@ def opens(cfg: ModelConfig) -> tuple[tuple[bool, bool], ...]:
             return ((False, False),) * cfg.depth
         case FullAttnRes():
             return ((True, True),) * cfg.depth
-        case BlockAttnRes(opens=int(every)):
-            return tuple((i % every == 0, False) for i in range(cfg.depth))
-        case BlockAttnRes(opens=chosen):
+        case BlockAttnRes(opens):
+            chosen = range(0, cfg.depth, opens) if isinstance(opens, int) else opens
             return tuple((i in chosen, False) for i in range(cfg.depth))
 
 

@@ -1,5 +1,6 @@
 """K3: embedding, stack, final read and norm, head."""
 
+import dataclasses
 from functools import cache
 from typing import Any
 
@@ -70,7 +71,7 @@ class K3(nn.Module):
             return _forward(self.cfg, params, tokens, segment_ids, states)
         padding = jnp.zeros((tokens.shape[0], 1), jnp.int32)  # a row of no tokens is one of padding
         out = _forward(self.cfg, params, padding, padding, states)
-        return out.replace(logits=out.logits[:, :0])
+        return dataclasses.replace(out, logits=out.logits[:, :0])
 
     def _declare(self) -> dict[str, Any]:
         """Every parameter by name: the ends' arrays, and a tree for each run of layers."""
@@ -81,9 +82,10 @@ class K3(nn.Module):
             self, name, spec, sizes, Normal(cfg.init_std), "adamw", decayed=True
         )
         params = {"embedding": table("embedding", "YD")}
+        layers = _init_leaf if self.is_initializing() else _zeros
         for group in plan(cfg):
             for leaf in group.leaves:
-                params[leaf.name] = self.param(leaf.name, _init_leaf if self.is_initializing() else _zeros, cfg, leaf)
+                params[leaf.name] = self.param(leaf.name, layers, cfg, leaf)
         if not isinstance(cfg.residual, Plain):
             params |= {"read_query": vector("read_query", 0.0), "read_norm": vector("read_norm", 1.0)}
         params["norm"] = vector("norm", 1.0)
@@ -123,7 +125,7 @@ def _forward(cfg: ModelConfig, params, tokens, segment_ids, states: State | None
         x_BTD = reorder(x_BTD, jnp.argsort(order_BT, axis=1), order_BT)
     head_DY = shard(params["head"].astype(dtype), "DY")
     logits = wide_einsum("btd,dy->bty", x_BTD, head_DY)
-    after = None if states is None else State(last_id_B, layers)
+    after = None if last_id_B is None or states is None else State(last_id_B, layers)
     return Output(shard(logits, "BTY"), after, penalty, reports)
 
 

@@ -1,5 +1,6 @@
 """What layers tell of themselves during a step, sorted by how it adds up over micro-batches."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ class Report:
     means: Mapping[str, Any] = struct.field(default_factory=dict)
 
     def with_means(self, **means: Any) -> "Report":
-        return self.replace(means={**self.means, **means})
+        return dataclasses.replace(self, means={**self.means, **means})
 
 
 def total(sums: Any, layers: int) -> Any:

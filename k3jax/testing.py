@@ -7,6 +7,7 @@ def test_my_mixer():
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import chex
@@ -75,7 +76,7 @@ def _causal(part, run, params, x_BTD):
 
 def _cut_anywhere(part, run, params, x_BTD):
     """the state carries everything: a row may be cut anywhere"""
-    state = empty_state(part, _Width, x_BTD.shape[0], x_BTD.dtype)
+    state = empty_state(part, _WIDTH, x_BTD.shape[0], x_BTD.dtype)
     whole, end = run(params, x_BTD, state, None)
     for cut in (1, 5, x_BTD.shape[1] - 1):
         left, middle = run(params, x_BTD[:, :cut], state, None)
@@ -109,7 +110,7 @@ def _padding_is_nothing(part, run, params, x_BTD):
     """padding at a row's end changes neither the outputs before it nor the state"""
     T, real = x_BTD.shape[1], x_BTD.shape[1] - 4
     ids_BT = jnp.broadcast_to((jnp.arange(T) < real).astype(jnp.int32), x_BTD.shape[:2])
-    start = empty_state(part, _Width, x_BTD.shape[0], x_BTD.dtype)
+    start = empty_state(part, _WIDTH, x_BTD.shape[0], x_BTD.dtype)
     padded, state = run(params, x_BTD, start, ids_BT)
     alone, expected = run(params, x_BTD[:, :real], start, ids_BT[:, :real])
     chex.assert_trees_all_close(padded[:, :real], alone, **CLOSE)
@@ -128,10 +129,7 @@ def _counts(part, run, params, x_BTD):
         assert part.context_rule() in rules, f"context_rule() must be one of {rules}"
 
 
-class _Width:
-    """As much of a ModelConfig as an empty state needs."""
-
-    width = WIDTH
+_WIDTH: Any = SimpleNamespace(width=WIDTH)  # as much of a ModelConfig as an empty state needs
 
 
 def check_balance(rule: Any, *, experts: int = 8, active: int = 2, tokens: int = 64) -> None:

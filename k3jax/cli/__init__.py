@@ -62,4 +62,6 @@ def _parser(chosen: str | None, module: ModuleType | None) -> argparse.ArgumentP
 
 def _is_for_users(error: Exception) -> bool:
     """Told by where the type is defined, which needs no import of the module that defines it."""
-    return isinstance(error, OSError) or any(cls.__module__.partition(".")[0] == "k3jax" for cls in type(error).__mro__)
+    return isinstance(error, OSError) or any(
+        cls.__module__.partition(".")[0] == "k3jax" for cls in type(error).__mro__
+    )

@@ -25,14 +25,19 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.resume is not None and (args.config or args.sets or args.ablations or args.run):
-        raise ConfigError("--resume goes on with a run as it is: it takes no CONFIG, --set, --with or --run")
-    cfg = None if args.resume else load_config(args)  # before jax is imported: a wrong word costs nothing
+    # Words are checked before jax is imported: a wrong one costs nothing.
+    if args.resume is not None:
+        if args.config or args.sets or args.ablations or args.run:
+            raise ConfigError(
+                "--resume goes on with a run as it is and takes no CONFIG, --set, --with or --run"
+            )
+        from k3jax.train import loop
+        from k3jax.train.announce import Announcer
 
-    from k3jax.train import loop, rundir
-    from k3jax.train.announce import Announcer
-
-    if cfg is None:
         loop.resume(args.resume, Announcer())
     else:
+        cfg = load_config(args)
+        from k3jax.train import loop, rundir
+        from k3jax.train.announce import Announcer
+
         loop.start(cfg, args.run or rundir.free_name(Path("runs"), cfg.run.name), Announcer())

@@ -145,15 +145,15 @@ def to_released(cfg: ModelConfig) -> dict[str, Any]:
       ReleasedConfigError: a mechanism that the released format has no field for.
     """
     linear, full, dense, moe = cfg.linear, cfg.full, cfg.dense, cfg.moe
-    for name, part, kind in (
-        ("full", full, MlaConfig),
-        ("dense", dense, DenseConfig),
-        ("moe", moe, MoeConfig),
-    ):
-        if not isinstance(part, kind):
-            raise ReleasedConfigError(
-                f"ModelConfig.{name}={part!r}: the released format needs a {kind.__name__}"
-            )
+    needs = lambda name, part, kind: ReleasedConfigError(
+        f"ModelConfig.{name}={part!r}: the released format needs a {kind.__name__}"
+    )
+    if not isinstance(full, MlaConfig):
+        raise needs("full", full, MlaConfig)
+    if not isinstance(dense, DenseConfig):
+        raise needs("dense", dense, DenseConfig)
+    if not isinstance(moe, MoeConfig):
+        raise needs("moe", moe, MoeConfig)
     activation = moe.activation
     if dense.activation != activation:
         raise ReleasedConfigError(

@@ -42,7 +42,7 @@ def conv_tail(x_BTHK, taps, tail_BWHK, segments):
     T = x_BTHK.shape[1]
     dtype = x_BTHK.dtype if tail_BWHK is None else tail_BWHK.dtype
     x_BSHK, index_BS = _extended(x_BTHK, tail_BWHK, taps, segments)
-    if segments is None:
+    if segments is None or index_BS is None:
         return x_BSHK[:, T:].astype(dtype)
     at_BW = segments.count_B[:, None] + jnp.arange(taps - 1)[None, :]
     tail_BWHK = jnp.take_along_axis(x_BSHK, at_BW[..., None, None], axis=1)

@@ -35,7 +35,7 @@ def loss_sums(cfg: ModelConfig, params: Any, batch: dict[str, jax.Array]) -> tup
     Returns:
       (Sums, the layers' reports).
     """
-    out = K3(cfg).apply({"params": params}, batch["tokens"], batch["segment_ids"])
+    out: Any = K3(cfg).apply({"params": params}, batch["tokens"], batch["segment_ids"])
     normaliser_BT = jax.nn.logsumexp(out.logits, axis=-1)
     picked_BT = jnp.take_along_axis(out.logits, batch["targets"][..., None], axis=-1)[..., 0]
     weights_BT = batch["weights"].astype(out.logits.dtype)

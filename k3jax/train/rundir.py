@@ -72,7 +72,7 @@ class RunDirectory:
             except json.JSONDecodeError:
                 continue
 
-    def save_arrays(self, step: int, arrays: dict[str, np.ndarray]) -> None:
+    def save_arrays(self, step: int, arrays: dict[str, Any]) -> None:
         (self.path / "arrays").mkdir(exist_ok=True)
         np.savez(self.path / "arrays" / f"{step:08d}.npz", **arrays)
 
@@ -126,12 +126,18 @@ def free_name(parent: Path, name: str) -> Path:
 def environment() -> dict[str, Any]:
     """Versions, machine and command line, for run.json."""
     return {
-        "command": sys.argv,
+        "command": [_from_here(sys.argv[0]), *sys.argv[1:]],
         "python": platform.python_version(),
         "machine": platform.platform(),
         "versions": {name: _version(name) for name in PACKAGES},
         "commit": _commit(),
     }
+
+
+def _from_here(path: str) -> str:
+    """A path as it is called from the current directory, if it lies there."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
 def _version(name: str) -> str | None:

@@ -23,7 +23,9 @@ from k3jax.parameters import counts, shapes
 from k3jax.train.loss import Sums
 from k3jax.train.state import TrainState, abstract
 from k3jax.train.step import compiler_options, evaluate_step, train_step
-from pallas_kernels import attention, grouped_matmul, kda
+from pallas_kernels.attention import api as attention
+from pallas_kernels.grouped_matmul import api as grouped_matmul
+from pallas_kernels.kda import api as kda
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,8 @@ def implementations(cfg: Config) -> dict[str, str]:
       ValueError: one that is asked for is not built.
     """
     chosen = {}
-    ops = ((KdaConfig, "kda", kda.api.choose), (MlaConfig, "attention", attention.api.choose))
-    ops += ((MoeConfig, "grouped_matmul", grouped_matmul.api.choose),)
+    ops = ((KdaConfig, "kda", kda.choose), (MlaConfig, "attention", attention.choose))
+    ops += ((MoeConfig, "grouped_matmul", grouped_matmul.choose),)
     for part in {part for layer in cfg.model.layers for part in layer}:
         for kind, op, choose in ops:
             if isinstance(part, kind):

@@ -74,7 +74,7 @@ def shardings(cfg: Config, optimiser: optax.GradientTransformation, mesh: Mesh) 
       ValueError: a mesh axis that does not divide a weight's axis.
     """
     boxes = parameters.shapes(cfg.model)
-    whole = NamedSharding(mesh, PartitionSpec())
+    whole: Any = NamedSharding(mesh, PartitionSpec())
     params = weight_shardings(boxes, mesh)
     opt_state = jax.eval_shape(optimiser.init, nn.meta.unbox(boxes))
     hole = lambda x: isinstance(x, optax.MaskedNode)

@@ -1,5 +1,6 @@
 """One optimiser step, as a pure function: gradients, update, balancing, QK-Clip."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -61,7 +62,7 @@ def train_step(cfg: Config, optimiser: optax.GradientTransformation, state: Trai
 
 def _without_statistics(report: Report) -> Report:
     """A report less what only the balancing rule wants: histograms are large."""
-    return report.replace(sums={name: x for name, x in report.sums.items() if name != "balance"})
+    return dataclasses.replace(report, sums={name: x for name, x in report.sums.items() if name != "balance"})
 
 
 def evaluate_step(cfg: ModelConfig, params: Any, batch: Any) -> Sums:

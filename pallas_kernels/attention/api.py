@@ -45,7 +45,7 @@ def attention(
       ValueError: an unknown implementation, or fewer keys than queries. AssertionError: shapes that
       do not fit (chex).
     """
-    implementation = choose(implementation)
+    chosen = choose(implementation)
     B, T, H, K = query.shape
     S, V = value.shape[1], value.shape[-1]
     chex.assert_shape(key, (B, S, H, K))
@@ -60,6 +60,6 @@ def attention(
     if 0 in (B, T, H):
         dtype = jnp.promote_types(value.dtype, jnp.float32)
         return jnp.zeros((B, T, H, V), dtype), jnp.full((H,), -jnp.inf, dtype)
-    run = {"reference": reference.attention, "xla": xla.attention}[implementation]
+    run = {"reference": reference.attention, "xla": xla.attention}[chosen]
     o_BTHV, top_H = run(query, key, value, query_index, key_index, scale)
     return o_BTHV, jax.lax.stop_gradient(top_H)

@@ -48,7 +48,7 @@ def grouped_matmul(
       ValueError: an unknown implementation, or M not a multiple of `alignment`. AssertionError:
       shapes that do not fit (chex).
     """
-    implementation = choose(implementation)
+    chosen = choose(implementation)
     M, X = rows.shape
     E, _, Y = weights.shape
     chex.assert_shape(weights, (E, X, Y))
@@ -58,6 +58,6 @@ def grouped_matmul(
     if M == 0:
         return jnp.zeros((0, Y), rows.dtype)
     weights = weights.astype(rows.dtype)
-    if implementation == "reference":
+    if chosen == "reference":
         return reference.grouped_matmul(rows, weights, group_sizes)
     return xla.grouped_matmul(rows, weights, group_sizes, alignment)

@@ -1,7 +1,7 @@
 """Shapes, defaults and the choice of implementation: the only module of the folder others import."""
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import chex
 import jax
@@ -108,7 +108,7 @@ def kda_gated(
 
 
 def _kda(q, k, v, g, beta, scale, S, segment_ids, implementation, bounded):
-    implementation = choose(implementation)
+    chosen = choose(implementation)
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(f"kda: query {q.shape} and value {v.shape} must be [B, T, H, K] and [B, T, H, V]")
     B, T, H, K = q.shape
@@ -125,18 +125,15 @@ def _kda(q, k, v, g, beta, scale, S, segment_ids, implementation, bounded):
     if 0 in (B, T, H, K, V):
         return jnp.zeros((B, T, H, V), v.dtype), S.astype(accumulate)
 
-    index_BT = None
-    if segment_ids is not None:
-        index_BT, real_BT = segment_index(segment_ids)
-    if implementation == "reference":
-        if index_BT is None:
-            index_BT, real_BT = jnp.zeros((B, T), jnp.int32), jnp.ones((B, T), bool)
+    ids_BT = jnp.ones((B, T), jnp.int32) if segment_ids is None else segment_ids
+    index_BT, real_BT = segment_index(ids_BT)
+    if chosen == "reference":
         o, S = reference.kda(q, k, v, g, beta, S, real_BT, index_BT, scale)
         return o.astype(v.dtype), S
-    if index_BT is None:
+    if segment_ids is None:
         return xla.kda(q, k, v, g, beta, S, None, scale, bounded)
     # Padding writes nothing (beta = 0), forgets nothing (g = 0) and reads nothing.
     real = real_BT[..., None]
     g, beta = jnp.where(real[..., None], g, 0), jnp.where(real, beta, 0)
-    o, S = xla.kda(q, k, v, g, beta, S, index_BT, scale, bounded)
-    return jnp.where(real[..., None], o, 0), S
+    result: Any = xla.kda(q, k, v, g, beta, S, index_BT, scale, bounded)
+    return jnp.where(real[..., None], result[0], 0), result[1]

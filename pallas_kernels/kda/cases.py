@@ -45,7 +45,10 @@ SMALL = {  # around the tile (16) and the chunk (64), odd dims, padding anywhere
 REAL = {
     "k3_layer": Case(1, 8192, 96, 128, 128),
     "k3_layer_packed": Case(1, 8192, 96, 128, 128, ((1, 3000), (2, 17), (3, 4000), (4, 1100), (0, 75))),
-    "k3_layer_long": Case(1, 65536, 12, 128, 128),
+    "rows": Case(8, 4096, 16, 128, 128),
+    "pair": Case(2, 8192, 32, 128, 128),
+    "long": Case(1, 32768, 16, 128, 128),
+    "longest": Case(1, 65536, 32, 128, 128),
     "ladder": Case(8, 512, 8, 64, 64),
     "decode_prompt": Case(64, 16, 8, 64, 64),
 }

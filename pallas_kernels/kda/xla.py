@@ -156,9 +156,9 @@ def _state_cotangents(p: Prepared, do, dS_BHKV, dtype):
 
 
 def _backward(scale, bounded, residuals, cotangents):
-    *inputs, S_BHKV, index_BT = residuals
+    q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, S_BHKV, index_BT = residuals
     do_BTHV, dS_BHKV = cotangents
-    x = _chunks(*inputs, index_BT)
+    x = _chunks(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, index_BT)
     p, dot = _prepare(x, scale, bounded), partial(wide_einsum, dtype=x.q.dtype)
     wide, C, beta, decay = x.g.dtype, x.q.shape[3], x.beta[..., None], p.decay
     do = _split(do_BTHV)
@@ -194,8 +194,7 @@ def _backward(scale, bounded, residuals, cotangents):
 
     dq = dq_in + dq_row + dAqk_ii * x.k
     dk = dk_in + dk_row + dk_column + dk_out + dAqk_ii * x.q
-    T = inputs[0].shape[1]
-    back = [_join(y, T) for y in (dq, dk, beta * dr, dg, dbeta)]
+    back = [_join(y, v_BTHV.shape[1]) for y in (dq, dk, beta * dr, dg, dbeta)]
     return *(y.astype(z.dtype) for y, z in zip([*back, dS_BHKV], residuals[:6], strict=True)), None
 
 

@@ -1,0 +1,184 @@
+"""Times an op's implementations beside the least that the device could need.
+
+    python -m pallas_kernels.bench kda [--implementation xla] [--case k3_layer ...] [--out DIR]
+
+The byte floor of a case is what it reads and writes, once, at the speed of a large copy on this device
+in this run. Extra memory is what the compiled program holds beside inputs and outputs. Errors are
+relative L2 distances from the definition in float64. Rows are added to results/ in the op's folder (or
+DIR) as rows.jsonl, beside roofline.png.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+OPS = ("kda",)
+ENOUGH = 0.1  # seconds that one measurement takes, at least
+REPEATS = 5
+LARGE = {"cpu": (1 << 26, 1024), "gpu": (1 << 31, 8192), "tpu": (1 << 31, 8192)}  # bytes, side of a matrix
+
+
+@dataclass(frozen=True)
+class Device:
+    """What this device does at best, measured in this run."""
+
+    kind: str
+    bytes_per_second: float
+    flops_per_second: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case of one implementation in one direction."""
+
+    case: str
+    implementation: str
+    direction: str  # "forward" or "both"
+    ms: float
+    floor_ms: float
+    flops: float
+    bytes: int
+    extra_gib: float
+
+    @property
+    def over_floor(self) -> float:
+        return self.ms / self.floor_ms
+
+
+def milliseconds(run: Callable, inputs: Sequence[Any]) -> float:
+    """The median of REPEATS back-to-back series; the device never waits for the host between calls."""
+
+    def series(count: int) -> float:
+        began = time.perf_counter()
+        out = None
+        for _ in range(count):
+            out = run(*inputs)
+        jax.block_until_ready(out)
+        return time.perf_counter() - began
+
+    series(2)
+    count = max(1, round(ENOUGH / max(series(1), 1e-6)))
+    return 1e3 * statistics.median(series(count) / count for _ in range(REPEATS))
+
+
+def measure_device() -> Device:
+    """The speed of a large copy and of a large bfloat16 product."""
+    size, side = LARGE[jax.default_backend()]
+    copy = jax.jit(lambda x: x + 1)
+    x = jnp.zeros(size // 4, jnp.float32)
+    copy_ms = milliseconds(copy, (x,))
+    square = jnp.ones((side, side), jnp.bfloat16)
+    product_ms = milliseconds(jax.jit(jnp.matmul), (square, square))
+    kind = jax.devices()[0].device_kind
+    return Device(kind, 2 * size / copy_ms * 1e3, 2 * side**3 / product_ms * 1e3)
+
+
+def measure(op: Any, device: Device, name: str, implementation: str) -> list[Row]:
+    """Both directions of one case."""
+    case = op.CASES[name]
+    inputs = op.inputs(case)
+    rows = []
+    directions = zip(("forward", "both"), (op.forward, op.both), op.traffic(case), op.work(case), strict=True)
+    for direction, make, moved, flops in directions:
+        compiled = jax.jit(make(implementation, case)).lower(*inputs).compile()
+        memory: Any = compiled.memory_analysis()
+        extra = memory.temp_size_in_bytes / 2**30
+        ms, floor = milliseconds(compiled, inputs), 1e3 * moved / device.bytes_per_second
+        rows.append(Row(name, implementation, direction, ms, floor, flops, moved, extra))
+    return rows
+
+
+def show(rows: Sequence[Row], errors: dict[str, dict[str, float]], device: Device, console: Console) -> None:
+    """The table, and a line of errors for each implementation."""
+    tera, peta = device.bytes_per_second / 1e12, device.flops_per_second / 1e12
+    table = Table(title=f"{device.kind}: copy {tera:.2f} TB/s, bfloat16 product {peta:.0f} TFLOP/s")
+    for column in ("case", "implementation", "direction"):
+        table.add_column(column)
+    for column in ("ms", "floor ms", "x floor", "extra GiB"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        numbers = (f"{row.ms:.3f}", f"{row.floor_ms:.3f}", f"{row.over_floor:.1f}", f"{row.extra_gib:.2f}")
+        table.add_row(row.case, row.implementation, row.direction, *numbers)
+    console.print(table)
+    for implementation, found in errors.items():
+        shown = ", ".join(f"{name} {error:.1e}" for name, error in found.items())
+        console.print(f"{implementation}, relative errors against float64: {shown}")
+
+
+def draw(rows: Sequence[Row], device: Device, path: Path) -> None:
+    """A roofline: the definition's FLOPs over the time, by the definition's FLOPs per byte."""
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.subplots()
+    at = [row.flops / row.bytes for row in rows]
+    ridge = device.flops_per_second / device.bytes_per_second
+    reach = [min(at) / 4, ridge, max([ridge, *at]) * 4]
+    roof = [min(x * device.bytes_per_second, device.flops_per_second) / 1e12 for x in reach]
+    axes.plot(reach, roof, color="black", label="copy, then bfloat16 product")
+    for implementation in sorted({row.implementation for row in rows}):
+        for direction, marker in (("forward", "o"), ("both", "s")):
+            mine = [r for r in rows if (r.implementation, r.direction) == (implementation, direction)]
+            x, y = [r.flops / r.bytes for r in mine], [r.flops / r.ms / 1e9 for r in mine]
+            axes.plot(x, y, marker, label=f"{implementation}, {direction}", alpha=0.7)
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=device.kind)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def store(rows: Sequence[Row], errors: dict[str, dict[str, float]], device: Device, folder: Path) -> None:
+    """Appends to rows.jsonl; what is there stays."""
+    facts = {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": asdict(device),
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
+    }
+    with (folder / "rows.jsonl").open("a") as file:
+        for row in rows:
+            file.write(json.dumps(asdict(row) | {"errors": errors[row.implementation]} | facts) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("op", choices=OPS)
+    parser.add_argument("--implementation", nargs="+", help="all that are built, if not given")
+    parser.add_argument("--case", nargs="+", help="all, if not given")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    op: Any = importlib.import_module(f"pallas_kernels.{args.op}.bench")
+    for flag, given, known in (
+        ("--implementation", args.implementation, op.IMPLEMENTATIONS),
+        ("--case", args.case, tuple(op.CASES)),
+    ):
+        if unknown := [name for name in given or () if name not in known]:
+            parser.error(f"{flag} {unknown[0]}: one of {', '.join(known)}")
+    folder = args.out or Path(op.__file__).parent / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+
+    device, rows, errors = measure_device(), [], {}
+    for implementation in args.implementation or op.IMPLEMENTATIONS:
+        errors[implementation] = op.errors(implementation)
+        for name in args.case or op.CASES:
+            rows += measure(op, device, name, implementation)
+    show(rows, errors, device, Console())
+    store(rows, errors, device, folder)
+    draw(rows, device, folder / "roofline.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""The benchmark's own arithmetic, and a run of it on small shapes."""
+
+import json
+
+import pytest
+
+from pallas_kernels import bench
+from pallas_kernels.kda import bench as kda
+from pallas_kernels.kda.cases import Case
+
+SMALL = {"small": Case(1, 32, 1, 16, 16), "packed": Case(2, 32, 1, 16, 16, ((1, 20), (2, 9), (0, 3)))}
+
+
+def test_the_floor_is_every_input_and_output_once():
+    forward, both = kda.traffic(Case(1, 1, 1, 128, 128))
+    assert forward == 4 * 256 + 2 + 256  # q, k, z, v, beta; the output
+    assert both == forward + 4 * 256 + 2 + 256 + 4 * 256 + 2  # read again, with a cotangent; gradients
+
+
+def test_a_run_leaves_a_table_rows_and_a_picture(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(kda, "CASES", SMALL)
+    monkeypatch.setattr(kda, "ACCURACY", SMALL["small"])
+    monkeypatch.setattr(bench, "ENOUGH", 0.0)
+    monkeypatch.setitem(bench.LARGE, "cpu", (1 << 16, 64))
+    for _ in range(2):
+        assert bench.main(["kda", "--out", str(tmp_path)]) == 0
+    assert "relative errors against float64" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [(r["case"], r["direction"]) for r in rows] == 2 * [
+        ("small", "forward"), ("small", "both"), ("packed", "forward"), ("packed", "both"),
+    ]  # fmt: skip
+    assert all(r["ms"] > 0 and r["floor_ms"] > 0 for r in rows)
+    assert rows[0]["errors"].keys() == {*kda.OUTPUTS, *(f"d {name}" for name in kda.INPUTS)}
+    assert all(error < 0.05 for error in rows[0]["errors"].values())
+    assert (tmp_path / "roofline.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["kda", "--implementation", "xls"], "--implementation xls: one of xla"),
+        (["kda", "--case", "no"], "--case no: one of"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(argv, says, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(argv)
+    assert says in capsys.readouterr().err

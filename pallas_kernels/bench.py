@@ -82,7 +82,7 @@ def measure_device() -> Device:
     copy = jax.jit(lambda x: x + 1)
     x = jnp.zeros(size // 4, jnp.float32)
     copy_ms = milliseconds(copy, (x,))
-    square = jnp.ones((side, side), jnp.bfloat16)
+    square = jax.random.normal(jax.random.key(0), (side, side), jnp.bfloat16)  # ones would draw less power
     product_ms = milliseconds(jax.jit(jnp.matmul), (square, square))
     kind = jax.devices()[0].device_kind
     return Device(kind, 2 * size / copy_ms * 1e3, 2 * side**3 / product_ms * 1e3)
@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         errors[implementation] = op.errors(implementation)
         for name in args.case or op.CASES:
             rows += measure(op, device, name, implementation)
-    show(rows, errors, device, Console())
+    show(rows, errors, device, Console(width=None if sys.stdout.isatty() else 110))
     store(rows, errors, device, folder)
     draw(rows, device, folder / "roofline.png")
     return 0

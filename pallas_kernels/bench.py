@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 from rich.console import Console
 from rich.table import Table
 
@@ -135,6 +136,7 @@ def draw(rows: Sequence[Row], device: Device, path: Path) -> None:
             x, y = [r.flops / r.bytes for r in mine], [r.flops / r.ms / 1e9 for r in mine]
             axes.plot(x, y, marker, label=f"{implementation}, {direction}", alpha=0.7)
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=device.kind)
+    axes.xaxis.set_minor_formatter(NullFormatter())  # within one decade they would run into each other
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
 

@@ -163,6 +163,21 @@ def test_bfloat16_inputs_keep_a_float32_memory():
     assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
 
 
+def test_bfloat16_layers_gate_what_the_norm_gives_unrounded():
+    low = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params("k3"))
+    x = jax.ShapeDtypeStruct((B, T, D), jnp.bfloat16)
+    run = lambda p, x: layer(CONFIGS["k3"]).apply({"params": p}, x, None, None)[0]
+    equations = jax.make_jaxpr(run)(low, x).jaxpr.eqns
+    made_by = {out: equation for equation in equations for out in equation.outvars}
+    product = next(
+        e for e in reversed(equations) if e.primitive.name == "mul" and e.outvars[0].aval.ndim == 4
+    )
+    normed = made_by[product.invars[0]]
+    assert {v.aval.dtype for v in product.invars} == {jnp.dtype("float32")}
+    assert normed.primitive.name == "mul", "by the norm's weight, and nothing after it"
+    assert {v.aval.dtype for v in normed.invars} == {jnp.dtype("float32")}
+
+
 def test_every_weight_says_what_it_is_drawn_from():
     boxes = lambda cfg: jax.eval_shape(
         lambda: layer(cfg).init(jax.random.key(0), jnp.zeros((1, 1, D)), None, None)["params"]

@@ -237,6 +237,13 @@ def test_the_router_is_in_float32_under_bfloat16():
     assert run(LATENT, params, x)[1].tolist() == [0, 0, 0, 0, 0, 0, 80, 80]
 
 
+def test_biases_count_in_float32_under_bfloat16():
+    """1e-4 apart near 0.7, where bfloat16 has steps of 4e-3."""
+    params = weights(LATENT) | {"router": jnp.zeros((WIDTH, 8)), "router_bias": 0.7 + 1e-4 * jnp.arange(8)}
+    x = inputs(24, dtype=jnp.bfloat16)
+    assert run(LATENT, params, x)[1].tolist() == [0, 0, 0, 0, 0, 0, 80, 80]
+
+
 def test_the_router_asks_for_all_of_float32():
     """By default GPUs round float32 operands to TF32, and 2 tokens in 1000 go elsewhere."""
     cfg = replace(LATENT, experts=11)

@@ -457,6 +457,49 @@ def test_state_and_its_cotangent_are_at_least_float32(dtype, implementation):
         chex.assert_trees_all_equal_shapes_and_dtypes(gradients, args)
 
 
+@each_implementation
+def test_a_state_and_its_cotangent_are_kept_in_float32_under_bfloat16(implementation):
+    """Each of sixteen chunks moves them by half of bfloat16's last place at 1: rounded, they would stay."""
+    T, beta, do = 1024, 2.0**-14, 2.0**-13
+    x = np.ones((1, T, 1, 1), jnp.bfloat16)
+    wide = lambda value, *shape: np.full(shape, value, np.float32)
+    args = (x, x, 2 * x, wide(0, *x.shape), wide(beta, 1, T, 1), wide(1, 1, 1, 1, 1))
+    cots = (np.full(x.shape, do, jnp.bfloat16), wide(1, 1, 1, 1, 1))
+    (_, S), gradients = pullback(kda, implementation, args, None, cots)
+    # The state goes towards 2, and so does its cotangent on its way back.
+    forgotten = (1 - beta) ** np.arange(T + 1)
+    assert_agree([S - 1], [np.full((1, 1, 1, 1), 1 - forgotten[-1])], 1e-2, ["final_state"])
+    assert_agree([gradients[5] - 1], [np.full((1, 1, 1, 1), 1 - forgotten[-1])], 1e-2, ["initial_state"])
+    d_state = 2 - forgotten[:T][::-1] + do  # after each token, its own read included
+    assert_agree([gradients[4][0, :, 0]], [d_state * forgotten[:T]], 1e-2, ["beta"])
+
+
+@each_implementation
+def test_what_a_token_reads_of_itself_is_kept_in_float32_under_bfloat16(implementation):
+    """The query's gradient is what was there, -1, and what its own token wrote, 1 + 2^-9."""
+    bfloat16 = lambda *values: np.array(values, jnp.bfloat16).reshape(1, 1, 1, -1)
+    wide = lambda *values: np.array(values, np.float32)
+    args = (bfloat16(1), bfloat16(1), bfloat16(0, 2.0**-9), wide(0).reshape(1, 1, 1, 1))
+    args += (wide(1).reshape(1, 1, 1), wide(-1, 0).reshape(1, 1, 1, 2))
+    cots = (bfloat16(1, 1), np.zeros_like(args[-1]))
+    (o, S), gradients = pullback(kda, implementation, args, None, cots)
+    np.testing.assert_array_equal(np.float32(o).reshape(-1), [0, 2.0**-9])
+    np.testing.assert_array_equal(S.reshape(-1), [0, 2.0**-9])
+    np.testing.assert_array_equal(np.float32(gradients[0]).reshape(-1), [2.0**-9])
+
+
+@each_implementation
+@pytest.mark.parametrize(("T", "K", "V"), [(65, 100, 60), (127, 96, 60), (500, 60, 96)])
+def test_odd_sizes_are_exact_and_no_loop_over_tokens(T, K, V, implementation):
+    case = Case(1, T, 1, K, V)
+    agree(kda_gated, implementation, case, "float32")
+    args = inputs(kda_gated, case, "float32")
+    run = lambda args, cots: program(kda_gated, implementation, args, None, cots)
+    found = equations_within(jax.make_jaxpr(run)(args, cotangents(args)).jaxpr)
+    loops = [e.params.get("length", T) for e in found if e.primitive.name in ("scan", "while")]
+    assert max(loops, default=0) < T / 4
+
+
 # ---- memory ----
 
 LONG = Case(1, 256, 2, 32, 32)
@@ -492,22 +535,25 @@ def test_the_program_does_not_grow_with_length(implementation):
     assert lines[0] == lines[1] == lines[2]
 
 
-def arrays_within(jaxpr):
-    """Every intermediate array of a program and of the programs inside it."""
+def equations_within(jaxpr):
+    """Every equation of a program and of the programs inside it."""
     for equation in jaxpr.eqns:
-        yield from (out.aval for out in equation.outvars)
+        yield equation
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
-                yield from arrays_within(inner)
+                yield from equations_within(inner)
 
 
 @each_implementation
-def test_no_array_of_token_pairs_times_channels(implementation):
-    args, _, cots = abstract(LONG.T)
-    run = partial(program, kda_gated, implementation)
-    sizes = [x.size for x in arrays_within(jax.make_jaxpr(lambda a, c: run(a, None, c))(args, cots).jaxpr)]
-    assert max(sizes) < LONG.B * LONG.H * LONG.T * 64 * LONG.K / 4
+@pytest.mark.parametrize(("op", "share"), [(kda_gated, 1 / 4), (kda, 1)])
+def test_no_array_of_token_pairs_times_channels(op, share, implementation):
+    """Of a chunk of 64. Decays without a bound may have those of tiles of 16."""
+    args, _, cots = abstract(LONG.T, op)
+    run = partial(program, op, implementation)
+    found = equations_within(jax.make_jaxpr(lambda a, c: run(a, None, c))(args, cots).jaxpr)
+    sizes = [out.aval.size for equation in found for out in equation.outvars]
+    assert max(sizes) < LONG.B * LONG.H * LONG.T * 64 * LONG.K * share
 
 
 @each_implementation

@@ -10,7 +10,11 @@ KDA_GATE = (
     f"{KDA}::test_the_bounded_gates_slope_does_not_cancel_at_the_floor",
 )
 KDA_AGREEMENT = (f"{KDA}::test_agrees_with_the_definition",)
-SWITCHES = ("tests/test_step.py::test_every_switch_trains",)
+SWITCHES = ("tests/test_step.py::test_every_switch_trains[kimi_linear_like]",)
+RESIDUAL = (
+    "tests/test_residual.py::test_a_read_is_its_formula_and_so_is_its_gradient",
+    "tests/test_residual.py::test_a_scanned_stack_is_the_plain_loop",
+)
 ACCUMULATION = ("tests/test_step.py::test_accumulation_changes_nothing",)
 
 
@@ -96,12 +100,22 @@ BREAKAGES: tuple[Breakage, ...] = (
         (f"{KDA}::test_packed_documents_are_documents_alone", f"{KDA}::test_agrees_for_every_packing"),
     ),
     Breakage(
-        "exp-before-mask",
-        "exponentials that overflow are masked after they are taken, not before",
-        "pallas_kernels/kda/tiles.py",
-        "    if bounded:\n",
-        "    if True:\n",
+        "dense-tiles-always",
+        "tiles of unbounded decays are dense products too, whose exponentials overflow",
+        "pallas_kernels/kda/api.py",
+        "implementation, bounded=False",
+        "implementation, bounded=True",
         (f"{KDA}::test_agrees_for_every_decay",),
+    ),
+    Breakage(
+        "difference-of-sums",
+        "the decay between two tokens is a difference of running sums, which other documents are part of",
+        "pallas_kernels/kda/tiles.py",
+        "return jnp.exp(jnp.where(near[..., None], steps, -jnp.inf))",
+        "sums_to = jnp.cumsum(g, axis=-2)\n"
+        "    decay = jnp.exp(sums_to[..., :, None, :] - sums_to[..., None, :, :])\n"
+        "    return jnp.where(near[..., None], decay, 0)",
+        (f"{KDA}::test_documents_are_bitwise_independent",),
     ),
     Breakage(
         "state-cotangent-dropped",
@@ -128,6 +142,14 @@ BREAKAGES: tuple[Breakage, ...] = (
         "S_BHKV",
         ("tests/test_kda_layer.py",),
     ),
+    Breakage(
+        "kda-gate-after-rounding",
+        "KDA's normalised output is rounded to bfloat16 before it is gated",
+        "k3jax/layers/kda.py",
+        "self.std, x_BTD, o_BTHV)",
+        "self.std, x_BTD, o_BTHV.astype(x_BTD.dtype))",
+        ("tests/test_kda_layer.py",),
+    ),
     # ---- attention and MLA ----
     Breakage(
         "attention-across-documents",
@@ -143,6 +165,14 @@ BREAKAGES: tuple[Breakage, ...] = (
         "pallas_kernels/attention/xla.py",
         "for start, y in ((0, o), (0, l), (MASKED, m))",
         "for start, y in ((0, o), (0, l), (0, m))",
+        ("tests/contract/test_attention.py",),
+    ),
+    Breakage(
+        "mean-of-masked",
+        "a query that sees nothing averages over what it must not see",
+        "pallas_kernels/attention/xla.py",
+        "p = jnp.where(logits > MASKED / 2, jnp.exp(logits - new_m[..., None]), 0)",
+        "p = jnp.exp(logits - new_m[..., None])",
         ("tests/contract/test_attention.py",),
     ),
     Breakage(
@@ -162,19 +192,19 @@ BREAKAGES: tuple[Breakage, ...] = (
         ("tests/test_mla.py",),
     ),
     Breakage(
-        "gate-after-rounding",
-        "attention's output is rounded to bfloat16 before it is gated",
-        "k3jax/layers/mla.py",
-        "self.std, x_BTD, o_BTHV)",
-        "self.std, x_BTD, o_BTHV.astype(x_BTD.dtype))",
-        ("tests/test_mla.py",),
-    ),
-    Breakage(
         "positions-from-zero",
         "rotary positions start anew in every piece of a row",
         "k3jax/layers/mla.py",
         "before.count_B[:, None] + jnp.arange(x_BTD.shape[1])[None]",
         "0 * before.count_B[:, None] + jnp.arange(x_BTD.shape[1])[None]",
+        ("tests/test_mla.py",),
+    ),
+    Breakage(
+        "latents-of-closed-document",
+        "a carried cache still serves after its document has ended",
+        "k3jax/layers/mla.py",
+        "open_BS & (segments.last_B == 0)[:, None]",
+        "open_BS",
         ("tests/test_mla.py",),
     ),
     # ---- experts and their balance ----
@@ -249,7 +279,7 @@ BREAKAGES: tuple[Breakage, ...] = (
         "k3jax/layout.py",
         "tuple((i in chosen, False) for i in range(cfg.depth))",
         "tuple((i - 1 in chosen, False) for i in range(cfg.depth))",
-        ("tests/test_layout.py", "tests/test_residual.py"),
+        ("tests/test_layout.py", *RESIDUAL),
     ),
     Breakage(
         "bank-unmasked",
@@ -257,7 +287,7 @@ BREAKAGES: tuple[Breakage, ...] = (
         "k3jax/layers/residual.py",
         "jnp.arange(x_SBTD.shape[0]) < count)",
         "jnp.arange(x_SBTD.shape[0]) >= 0)",
-        ("tests/test_residual.py",),
+        RESIDUAL,
     ),
     Breakage(
         "unnormalised-sources",
@@ -265,15 +295,15 @@ BREAKAGES: tuple[Breakage, ...] = (
         "k3jax/layers/residual.py",
         "raw_SBT * scale_SBT, -jnp.inf)",
         "raw_SBT, -jnp.inf)",
-        ("tests/test_residual.py",),
+        RESIDUAL,
     ),
     Breakage(
-        "gradient-into-closed-block",
-        "a block's gradient also flows into what its slot held before",
+        "backward-from-final-sums",
+        "the backward pass reads a block's final sum where the layer read an earlier one",
         "k3jax/depth.py",
-        "jnp.where(opens, 0, d_sum)",
-        "d_sum",
-        ("tests/test_residual.py",),
+        "bank = _put(bank, sum_before, slot)",
+        "bank = _put(bank, _get(bank, slot), slot)",
+        RESIDUAL,
     ),
     # ---- the optimiser ----
     Breakage(
@@ -290,6 +320,14 @@ BREAKAGES: tuple[Breakage, ...] = (
         "k3jax/optim/muon.py",
         "_, rows, columns = blocks.sizes(x.shape)",
         "batch, rows, columns = blocks.sizes(x.shape)\n    columns *= batch[-1] if batch else 1",
+        ("tests/test_muon.py",),
+    ),
+    Breakage(
+        "no-nesterov",
+        "Muon orthogonalises the momentum itself, without a step ahead",
+        "k3jax/optim/muon.py",
+        "nesterov=True",
+        "nesterov=False",
         ("tests/test_muon.py",),
     ),
     Breakage(
@@ -342,6 +380,30 @@ BREAKAGES: tuple[Breakage, ...] = (
         ACCUMULATION,
     ),
     Breakage(
+        "padding-in-loss",
+        "the loss of padding is part of the sum, though not of the count",
+        "k3jax/train/loss.py",
+        "jnp.sum(x_BT * weights_BT)",
+        "jnp.sum(x_BT)",
+        ("tests/test_step.py::test_the_first_loss_is_that_of_knowing_nothing",),
+    ),
+    Breakage(
+        "validation-mean-of-means",
+        "validation batches count alike, however many tokens they hold",
+        "k3jax/evaluate.py",
+        "loss + float(sums.loss), tokens + float(sums.tokens)",
+        "loss + float(sums.loss) / max(float(sums.tokens), 1), tokens + 1",
+        ("tests/test_metrics.py",),
+    ),
+    Breakage(
+        "seed-ignored",
+        "every seed draws the same parameters",
+        "k3jax/train/state.py",
+        "jax.random.key(cfg.run.seed)",
+        "jax.random.key(0)",
+        ("tests/test_step.py::test_another_seed_is_another_start",),
+    ),
+    Breakage(
         "unguarded-step",
         "a gradient that is not finite is applied",
         "k3jax/train/step.py",
@@ -379,6 +441,6 @@ BREAKAGES: tuple[Breakage, ...] = (
         "k3jax/train/loop.py",
         'stream.set_state(position["stream"])',
         "pass",
-        ("tests/test_train.py::test_an_interrupted_run_goes_on_exactly",),
+        ("tests/test_train.py::test_an_interrupted_run_goes_on_exactly[3]",),
     ),
 )

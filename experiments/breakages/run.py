@@ -17,10 +17,9 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from experiments.breakages.breakages import BREAKAGES, Breakage
 from k3jax.train.rundir import environment
@@ -31,16 +30,17 @@ RESULTS = HERE / "results"
 SOURCES = ("k3jax", "pallas_kernels", "configs", "experiments", "tests", "pyproject.toml", "README.md")
 SKIPPED = shutil.ignore_patterns("__pycache__", "results", "runs")
 PATIENCE = 900  # seconds for one call of pytest
+MESSAGE = 200  # characters of a failure's message
 ESCAPES = re.compile(r"(?:\x1b|#x1B)\[[0-9;]*m")
 
 
 class StudyError(RuntimeError):
-    """The study cannot say anything: a breakage that does not apply, or tests that fail or crash without one."""
+    """Nothing can be said: a breakage does not apply, or tests fail or do not run without one."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A test that failed: its pytest id, and the first line of why."""
+    """A test that failed: its pytest id, and the beginning of why."""
 
     test: str
     why: str
@@ -98,21 +98,23 @@ class Copy:
             raise StudyError(f"pytest {' '.join(tests)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
         return tuple(self._failures())
 
-    def _failures(self):
+    def _failures(self) -> Iterator[Failure]:
         for case in ElementTree.parse(self._report).iter("testcase"):
             for kind in ("failure", "error"):
                 for found in case.iter(kind):
-                    why = ESCAPES.sub("", found.get("message", "")).strip().split("\n")[0]
-                    yield Failure(f"{case.get('file')}::{case.get('name')}", self._portable(why))
-
-    def _portable(self, text: str) -> str:
-        return text.replace(f"{self.root}/", "")
+                    why = ESCAPES.sub("", found.get("message", "")).replace(f"{self.root}/", "")
+                    yield Failure(f"{case.get('file')}::{case.get('name')}", " ".join(why.split())[:MESSAGE])
 
     def _python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, *arguments],
-            cwd=self.root, env=self._environment, timeout=PATIENCE, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            cwd=self.root,
+            env=self._environment,
+            timeout=PATIENCE,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
 
 def replaced(text: str, breakage: Breakage) -> str:
@@ -180,11 +182,9 @@ def table(rows: Sequence[Row], seconds: float) -> str:
     return "\n".join(lines)
 
 
-def store(rows: Sequence[Row], seconds: float, arguments: Sequence[str], folder: Path) -> None:
+def store(rows: Sequence[Row], seconds: float, folder: Path) -> None:
     """Writes the rows and where they come from."""
-    facts: dict[str, Any] = environment()
-    facts["command"] = ["python", "-m", "experiments.breakages.run", *arguments]
-    whole = {"seconds": round(seconds), "environment": facts, "rows": [asdict(row) for row in rows]}
+    whole = {"seconds": round(seconds), "environment": environment(), "rows": [asdict(row) for row in rows]}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "breakages.json").write_text(json.dumps(whole, indent=1) + "\n")
 
@@ -215,7 +215,7 @@ def main() -> None:
             print(f"{rows[-1].seconds:6.1f} s  {breakage.name}: {verdict(rows[-1])}", flush=True)
     seconds = time.perf_counter() - began
     if args.out or not args.only:
-        store(rows, seconds, sys.argv[1:], args.out or RESULTS)
+        store(rows, seconds, args.out or RESULTS)
     if not args.out and not args.only:
         show_in_readme(table(rows, seconds))
     sys.exit(not all(row.caught_by for row in rows))

@@ -173,7 +173,7 @@ def table(rows: Sequence[Row], seconds: float) -> str:
     lines = [
         f"{caught} of {len(rows)} caught, in {seconds / 60:.0f} minutes on {os.cpu_count()} CPU cores.",
         "",
-        "| breakage | what it does | caught by |",
+        "| breakage | what it does | caught by, in `tests/` |",
         "| --- | --- | --- |",
     ]
     for row in rows:

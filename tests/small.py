@@ -7,6 +7,7 @@ import numpy as np
 
 from k3jax.axes import make_mesh
 from k3jax.config import (
+    AdamW,
     BlockAttnRes,
     Config,
     DataConfig,
@@ -38,7 +39,8 @@ def small() -> Config:
             full_layers=(3,),
             residual=BlockAttnRes((0, 1, 2)),
         ),
-        optim=OptimConfig(lr=5e-3),
+        # A gradient that is all rounding, divided by its own size, would be a step of its own.
+        optim=OptimConfig(lr=5e-3, adam=AdamW(eps=1e-6)),
         data=DataConfig(length=32, batch=8),
         run=RunConfig(
             name="small", steps=8, log_every=1, evaluate_every=4, evaluate_rows=8, checkpoint_every=2

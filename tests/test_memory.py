@@ -115,7 +115,9 @@ def test_policies_save_in_their_order():
     assert 0.9 * heads < saved[1] - saved[0] < 1.2 * heads
     assert len({need.working for need in needs}) == 1
     half = estimate(with_model(dtype="bfloat16"), 1).saved
-    assert 0.45 < half / saved[0] < 0.75  # around the head sums stay float32
+    if jax.default_backend() == "cpu":  # where the head's operands wait widened (pallas_kernels/products.py)
+        half -= 2 * (ROWS * LENGTH + MODEL.vocabulary) * MODEL.width
+    assert 0.45 < half / saved[0] < 0.7
 
 
 @pytest.mark.parametrize("optim", [OptimConfig(), OptimConfig(matrices=AdamW())], ids=["muon", "adamw"])

@@ -222,10 +222,10 @@ def _stack_backward(cfg, residuals, cotangents):
             pull = _put_together(
                 recipes.of[leaf.name, part], (params[part], bank, opens, slot, state, segments), rest
             )
+            # An addition hands its gradient on as it is; that of a block which opens here is read no more.
             d_sum = _get(d_bank, slot)
             d_params[part], d_read = pull((d_sum.astype(bank.dtype), d_penalty))
-            d_bank = _put(d_bank, jnp.where(opens, 0, d_sum), slot) + d_read.astype(d_bank.dtype)
-            d_bank = shard(d_bank, "_BTD")
+            d_bank = shard(d_bank + d_read.astype(d_bank.dtype), "_BTD")
         return (bank, d_bank), d_params
 
     # Many reads add to one source's gradient: the sums are kept in float32 or more.

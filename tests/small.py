@@ -61,17 +61,26 @@ def rows(cfg: Config, seed: int = 0) -> dict[str, np.ndarray]:
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": ids, "weights": weights}
 
 
-def steps(cfg: Config, count: int, *, devices=None, same_rows: bool = False):
-    """(state before, state after, reports) of `count` steps on a mesh over `devices` (one by default)."""
+def begin(cfg: Config, devices=None):
+    """(the state before the first step, the compiled step) on a mesh over `devices` (one by default)."""
     devices = jax.devices()[:1] if devices is None else devices
     mesh = make_mesh(cfg.mesh.sizes(len(devices)), devices)
     optimiser = build(cfg.optim, shapes(cfg.model), cfg.run.steps)
-    before = state = initial(cfg, optimiser, mesh)
     places = shardings(cfg, optimiser, mesh)
-    reports = []
-    with jax.set_mesh(mesh):
-        step = jax.jit(partial(train_step, cfg, optimiser), out_shardings=(places, None))
-        for at in range(count):
-            state, report = step(state, rows(cfg, 0 if same_rows else at))
-            reports.append(jax.device_get(report))
+    compiled = jax.jit(partial(train_step, cfg, optimiser), out_shardings=(places, None))
+
+    def step(state, batch):
+        with jax.set_mesh(mesh):
+            return compiled(state, batch)
+
+    return initial(cfg, optimiser, mesh), step
+
+
+def steps(cfg: Config, count: int, *, devices=None, same_rows: bool = False):
+    """(state before, state after, reports) of `count` steps on a mesh over `devices` (one by default)."""
+    before, step = begin(cfg, devices)
+    state, reports = before, []
+    for at in range(count):
+        state, report = step(state, rows(cfg, 0 if same_rows else at))
+        reports.append(jax.device_get(report))
     return before, state, reports

@@ -9,7 +9,7 @@ import pytest
 from k3jax.config import replace
 from k3jax.evaluate import mean_loss
 from k3jax.layout import plan
-from k3jax.report import Report
+from k3jax.report import Report, merge
 from k3jax.train.loss import Sums
 from k3jax.train.metrics import scalars
 from k3jax.train.setup import implementations
@@ -39,6 +39,19 @@ def test_dead_and_crowded_experts_show_in_the_record():
 def test_a_step_without_tokens_has_no_violation():
     out = scalars(small().model, step_report([np.zeros((1, 8), int)] * 2))
     assert (out["max_vio"], out["dead_share"]) == (0, 1)
+
+
+def test_means_of_micro_batches_weigh_by_their_tokens():
+    """11 tokens at 2 and 101 at 1: the mean of the means would be 1.5."""
+    two, one = (Report(means={"read_S": np.float32([x, 0])}) for x in (2, 1))
+    np.testing.assert_allclose(merge(two, one, 11, 101).means["read_S"], [123 / 112, 0], rtol=1e-6)
+
+
+def test_of_two_micro_batches_the_larger_maximum_stays():
+    maxima = np.float32([[3, -np.inf], [1, 2]])
+    for first, second in (maxima, maxima[::-1]):
+        reports = (Report(maxima={"max_logit_H": top_H}) for top_H in (first, second))
+        np.testing.assert_array_equal(merge(*reports, 11, 101).maxima["max_logit_H"], [3, 2])
 
 
 def test_every_op_says_what_runs_and_who_chose_it():

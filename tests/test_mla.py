@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax.linen import meta
 
-from k3jax.config import FullRank, LowRank, MlaConfig, NoGate, RoPE
+from k3jax.axes import make_mesh
+from k3jax.config import FullRank, LowRank, MeshConfig, MlaConfig, NoGate, RoPE
 from k3jax.layers.mla import MLA, MlaState, rotate
 from k3jax.segments import compact
 
@@ -119,6 +120,16 @@ def test_is_dense_attention_over_expanded_keys(name, packed):
     assert state is None
 
 
+def test_the_largest_logit_is_that_of_all_devices():
+    """A row on each of two, and either row may have it."""
+    cfg, own = CONFIGS["k3"], params("k3")
+    report = jax.jit(lambda x: MLA(cfg, D, 0.02).apply({"params": own}, x, None, None)[2])
+    with jax.set_mesh(make_mesh(MeshConfig().sizes(2), jax.devices()[:2])):
+        for x in (draw(), draw()[::-1]):
+            _, expected_H = direct(cfg, own, x, WHOLE)
+            np.testing.assert_allclose(report(x).maxima["max_logit_H"], expected_H, rtol=1e-10)
+
+
 @pytest.mark.parametrize(("name", "cut"), [("k3", 1), ("k3", 7), ("k2", 5), ("k2", 12)])
 def test_a_row_may_be_cut_anywhere(name, cut):
     """The cache carries the open segment, and under RoPE its positions; nothing else is read."""
@@ -182,8 +193,8 @@ def test_without_positions_a_segment_may_be_reordered_before_its_last_token():
     assert not np.allclose(run("k2", draw())[0][:, -1], run("k2", draw()[:, order])[0][:, -1])
 
 
-def test_bfloat16_layers_gate_a_float32_output():
-    """The attention output reaches the gate unrounded: the layer's error is that of its last rounding."""
+def test_bfloat16_layers_gate_what_attention_gives_unrounded():
+    """The layer's error is that of its last rounding."""
     cfg = MlaConfig(heads=2, key=4, shared=2, value=5, latent=6, query_rank=7)
     init = lambda: MLA(cfg, D, 0.02).init(jax.random.key(0), jnp.zeros((1, 1, D)), None, None)["params"]
     shapes = jax.tree.map(
@@ -191,8 +202,11 @@ def test_bfloat16_layers_gate_a_float32_output():
     )
     x = jax.ShapeDtypeStruct((B, T, D), jnp.bfloat16)
     jaxpr = jax.make_jaxpr(lambda p, x: MLA(cfg, D, 0.02).apply({"params": p}, x, None, None)[0])(shapes, x)
+    made_by = {out: equation for equation in jaxpr.eqns for out in equation.outvars}
     product = next(
         e for e in reversed(jaxpr.eqns) if e.primitive.name == "mul" and e.outvars[0].aval.ndim == 4
     )
     assert {v.aval.dtype for v in product.invars} == {jnp.dtype("float32")}
+    attended = made_by[product.invars[0]]
+    assert attended.primitive.name == "custom_vjp_call", "what is gated comes from the op itself"
     assert jaxpr.out_avals[0].dtype == jnp.bfloat16

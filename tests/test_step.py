@@ -12,6 +12,7 @@ from k3jax.config import (
     AdamW,
     Auxiliary,
     BlockAttnRes,
+    Cosine,
     DenseConfig,
     FullAttnRes,
     KdaConfig,
@@ -30,14 +31,15 @@ from k3jax.config import (
     Wsd,
     replace,
 )
+from k3jax.layers import balance
 from k3jax.model import K3
 from k3jax.optim.build import build
 from k3jax.parameters import leaves, shapes
 from k3jax.train.loss import loss_sums
 from k3jax.train.metrics import by_layer, loads
 from k3jax.train.state import initial
-from k3jax.train.step import _clip_logits, evaluate_step, train_step
-from tests.small import rows, small, steps
+from k3jax.train.step import _clip_logits, _gradients, evaluate_step
+from tests.small import begin, rows, small, steps
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-6}
 
@@ -67,8 +69,33 @@ def plain_steps():
     return steps(small(), 3)
 
 
+def change(model=None, optim=None):
+    """A small config with other parts."""
+    cfg = small()
+    return replace(cfg, model=replace(cfg.model, **(model or {})), optim=replace(cfg.optim, **(optim or {})))
+
+
+def one_layer(model=None, optim=None):
+    """MLA and experts, which compile in no time."""
+    alone = {"depth": 1, "linear": None, "dense": None, "full_layers": 1, "dense_layers": 0}
+    return change({**alone, "residual": Plain(), **(model or {})}, optim)
+
+
+# Both heads' logits are above tau; and without an eps, Adam's first step is the rate itself.
+EVENTFUL = one_layer(
+    {"moe": replace(small().model.moe, balance=Sign(0.01))},
+    {"qk_clip": 0.01, "schedule": Cosine(warmup=1.0), "adam": AdamW(eps=1e-12)},
+)
+
+
+@pytest.fixture(scope="module")
+def eventful():
+    """(the state before, the step)"""
+    return begin(EVENTFUL)
+
+
 def test_accumulation_changes_nothing(plain_steps):
-    """Four micro-batches and one: the same loss, parameters, loads and biases."""
+    """Four micro-batches and one: the same loss, parameters, loads, largest logits and biases."""
     cfg = small()
     one = plain_steps
     four = steps(replace(cfg, optim=replace(cfg.optim, accumulate=4)), 3)
@@ -77,6 +104,8 @@ def test_accumulation_changes_nothing(plain_steps):
         np.testing.assert_allclose(a["gradient_norm"], b["gradient_norm"], rtol=1e-4)
     # The first step's choices of experts are the same, token for token.
     np.testing.assert_array_equal(*(loads(cfg.model, run[2][0]["layers"]) for run in (one, four)))
+    mixers = (run[2][0]["layers"]["3_mla_moe"]["mixer"] for run in (one, four))
+    np.testing.assert_allclose(*(mixer.maxima["max_logit_H"] for mixer in mixers), rtol=1e-5)
     close(one[1].params, four[1].params)
 
 
@@ -169,6 +198,48 @@ def test_balancing_moves_biases_in_training_alone():
     np.testing.assert_array_equal(loads(cfg.model, fresh), loads(cfg.model, reports[0]["layers"]))
 
 
+def test_a_rule_goes_on_from_the_bias_in_use(eventful):
+    state, step = eventful
+    rule, bias_E = EVENTFUL.model.moe.balance, np.zeros(8, np.float32)
+    for at in range(2):
+        state, report = step(state, rows(EVENTFUL, at))
+        (load_E,) = loads(EVENTFUL.model, jax.device_get(report["layers"]))
+        bias_E, _ = balance.update(rule, bias_E, None, load_E, None)
+    np.testing.assert_array_equal(state.params["1_mla_moe"]["channel"]["moe"]["router_bias"], bias_E)
+
+
+def test_the_gradient_is_that_of_the_loss_and_of_what_is_added_to_it():
+    """A combination of the gradients of the three sums, with the weights 1, z_loss and 1."""
+    cfg = one_layer({"moe": replace(small().model.moe, balance=Auxiliary(0.5))}, {"z_loss": 0.25})
+    params, batch = values(cfg), rows(cfg)
+
+    @jax.jit
+    @jax.grad
+    def part(params, weight_3):
+        sums, _ = loss_sums(cfg.model, params, batch)
+        return weight_3 @ jnp.stack([sums.loss, sums.z, sums.penalty]) / sums.tokens
+
+    flat = lambda tree: np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)], dtype=np.float64)
+    parts = np.stack([flat(part(params, weight_3)) for weight_3 in np.eye(3, dtype=np.float32)], axis=1)
+    whole = flat(jax.jit(partial(_gradients, cfg))(params, batch)[1])
+    weight_3, *_ = np.linalg.lstsq(parts, whole)
+    np.testing.assert_allclose(weight_3, [1, 0.25, 1], rtol=1e-5)
+    assert np.linalg.norm(whole - parts @ weight_3) <= 1e-6 * np.linalg.norm(whole)
+
+
+def test_a_tied_embedding_takes_the_gradient_of_both_its_ends():
+    """That of the table and that of the head of a model where they are two."""
+    tied, apart = one_layer({"tie_embeddings": True}), one_layer()
+    params = values(tied)
+
+    def gradient(cfg, params):
+        return jax.jit(jax.grad(lambda p: loss_sums(cfg.model, p, rows(cfg))[0].loss))(params)
+
+    one, two = gradient(tied, params), gradient(apart, params | {"head": params["embedding"].T})
+    expected = two["embedding"] + two["head"].T  # up to 17, in float32
+    np.testing.assert_allclose(one["embedding"], expected, rtol=1e-5, atol=1e-5)
+
+
 def test_no_gradient_reaches_a_bias():
     cfg = small()
     gradient = jax.jit(jax.grad(lambda p: loss_sums(cfg.model, p, rows(cfg))[0].loss))(values(cfg))
@@ -198,6 +269,33 @@ def test_logits_above_tau_are_clipped_back():
     assert not moved(loud, _clip_logits(cfg.model, loud, seen, 1e9))
 
 
+def test_a_step_clips_by_the_largest_logits_that_it_saw(eventful):
+    """It ends where the same step without a tau does, but for the queries and keys of each head."""
+    before, step = eventful
+    after, report = step(before, rows(EVENTFUL))
+    _, unclipped_step = begin(replace(EVENTFUL, optim=replace(EVENTFUL.optim, qk_clip=None)))
+    expected, _ = unclipped_step(before, rows(EVENTFUL))
+    top_H = np.asarray(report["layers"]["1_mla_moe"]["mixer"].maxima["max_logit_H"])
+    assert np.all(top_H > EVENTFUL.optim.qk_clip)
+    ratio_H1 = (EVENTFUL.optim.qk_clip / top_H)[:, None]
+    mla = expected.params["1_mla_moe"]["mixer"]["mla"]
+    own = np.arange(mla["query_up"].shape[-1]) < EVENTFUL.model.full.key
+    mla["query_up"] *= np.where(own[None], np.sqrt(ratio_H1), ratio_H1)[None]
+    mla["key_up"] *= np.sqrt(ratio_H1)[None]
+    close(after.params, expected.params)
+
+
+def test_the_logged_rate_is_the_one_that_moved_the_parameters(eventful):
+    """Adam's first step moves a parameter by the rate, whatever its gradient."""
+    before, step = eventful
+    after, first = step(before, rows(EVENTFUL))
+    _, second = step(after, rows(EVENTFUL, 1))
+    moved_D = np.abs(after.params["norm"] - before.params["norm"])
+    np.testing.assert_allclose(moved_D, first["lr"], rtol=2e-4)  # 6e-4 from 1, in float32
+    peak, steps = EVENTFUL.optim.lr, EVENTFUL.run.steps
+    np.testing.assert_allclose([first["lr"], second["lr"]], [peak / steps, 2 * peak / steps], rtol=1e-6)
+
+
 def moved(before, after):
     """The paths of the parameters that differ."""
     pairs = zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True)
@@ -206,23 +304,23 @@ def moved(before, after):
     }
 
 
-def test_a_step_that_is_not_finite_leaves_the_state():
-    cfg = small()
-    before, after, reports = steps(replace(cfg, optim=replace(cfg.optim, lr=1e2, clip=None)), 1)
-    poisoned = jax.tree.map(lambda x: x, before.params) | {"embedding": before.params["embedding"] * np.nan}
-    optimiser = build(cfg.optim, shapes(cfg.model), cfg.run.steps)
-    state, report = jax.jit(partial(train_step, cfg, optimiser))(before.replace(params=poisoned), rows(cfg))
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_leaves_the_state(what, eventful):
+    start, step = eventful
+    norm, head, embedding = (start.params[name] for name in ("norm", "head", "embedding"))
+    # The logits stay, but the head's gradient is too large to be squared.
+    poison = {
+        "loss": {"embedding": np.nan * embedding},
+        "gradient": {"norm": 1e25 * norm, "head": 1e-25 * head},
+    }
+    before = start.replace(params=start.params | poison[what])
+    after, report = step(before, rows(EVENTFUL))
+    assert bool(np.isfinite(report["loss"])) == (what == "gradient")
     assert not bool(report["finite"])
-    assert int(state.step) == int(before.step)
-    jax.tree.map(np.testing.assert_array_equal, state.params, poisoned)
-    assert bool(reports[0]["finite"])
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    after, report = step(start, rows(EVENTFUL))
+    assert bool(report["finite"])
     assert int(after.step) == 1
-
-
-def change(model=None, optim=None):
-    """A small config with other parts."""
-    cfg = small()
-    return replace(cfg, model=replace(cfg.model, **(model or {})), optim=replace(cfg.optim, **(optim or {})))
 
 
 # Every choice of every switch stands in one of these, so that each trains in few compilations.

@@ -16,6 +16,7 @@ RESIDUAL = (
     "tests/test_residual.py::test_a_scanned_stack_is_the_plain_loop",
 )
 ACCUMULATION = ("tests/test_step.py::test_accumulation_changes_nothing",)
+OBJECTIVE = ("tests/test_step.py::test_the_gradient_is_that_of_the_loss_and_of_what_is_added_to_it",)
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,22 @@ BREAKAGES: tuple[Breakage, ...] = (
         "open_BS",
         ("tests/test_mla.py",),
     ),
+    Breakage(
+        "mla-gate-after-rounding",
+        "MLA's output is rounded to bfloat16 before it is gated",
+        "k3jax/layers/mla.py",
+        "self.std, x_BTD, o_BTHV)",
+        "self.std, x_BTD, o_BTHV.astype(x_BTD.dtype))",
+        ("tests/test_mla.py::test_bfloat16_layers_gate_what_attention_gives_unrounded",),
+    ),
+    Breakage(
+        "logits-of-one-device",
+        "the largest logit is that of the first device's rows",
+        "k3jax/layers/mla.py",
+        "jnp.max(top_BH, axis=0)",
+        "top_BH[0]",
+        ("tests/test_mla.py::test_the_largest_logit_is_that_of_all_devices",),
+    ),
     # ---- experts and their balance ----
     Breakage(
         "bias-in-mixture",
@@ -263,6 +280,22 @@ BREAKAGES: tuple[Breakage, ...] = (
         "seen = merge(seen, seen_more, sums.tokens, sums_more.tokens)",
         "seen = seen_more",
         ACCUMULATION,
+    ),
+    Breakage(
+        "bias-from-zero",
+        "a rule moves biases from 0, whatever they are",
+        "k3jax/train/step.py",
+        'channel["moe"]["router_bias"], sums["balance"]',
+        'jnp.zeros_like(channel["moe"]["router_bias"]), sums["balance"]',
+        ("tests/test_step.py::test_a_rule_goes_on_from_the_bias_in_use",),
+    ),
+    Breakage(
+        "no-balancing-loss",
+        "the loss of a balancing rule gives no gradient",
+        "k3jax/train/step.py",
+        " + sums.penalty) / tokens",
+        ") / tokens",
+        OBJECTIVE,
     ),
     Breakage(
         "no-up-cap",
@@ -370,7 +403,39 @@ BREAKAGES: tuple[Breakage, ...] = (
         "jnp.where(own, root_H1, root_H1)",
         ("tests/test_qk_clip.py",),
     ),
+    Breakage(
+        "clip-never",
+        "a step does not apply QK-Clip",
+        "k3jax/train/step.py",
+        "if cfg.optim.qk_clip is not None:",
+        "if False:",
+        ("tests/test_step.py::test_a_step_clips_by_the_largest_logits_that_it_saw",),
+    ),
     # ---- steps, data and runs ----
+    Breakage(
+        "no-z-loss",
+        "the z-loss is no part of what is minimised",
+        "k3jax/train/step.py",
+        "cfg.optim.z_loss * sums.z + ",
+        "",
+        OBJECTIVE,
+    ),
+    Breakage(
+        "tied-head-without-gradient",
+        "a tied embedding takes no gradient from the head",
+        "k3jax/model.py",
+        'params["embedding"].T if cfg.tie_embeddings',
+        'jax.lax.stop_gradient(params["embedding"].T) if cfg.tie_embeddings',
+        ("tests/test_step.py::test_a_tied_embedding_takes_the_gradient_of_both_its_ends",),
+    ),
+    Breakage(
+        "rate-of-the-next-step",
+        "the logged learning rate is that of the next step",
+        "k3jax/train/step.py",
+        "(state.step)",
+        "(state.step + 1)",
+        ("tests/test_step.py::test_the_logged_rate_is_the_one_that_moved_the_parameters",),
+    ),
     Breakage(
         "mean-of-means",
         "micro-batches count alike, however many tokens they hold",
@@ -412,6 +477,30 @@ BREAKAGES: tuple[Breakage, ...] = (
         ("tests/test_step.py::test_a_step_that_is_not_finite_leaves_the_state",),
     ),
     Breakage(
+        "guard-of-the-loss-alone",
+        "a gradient that is not finite is applied if its loss is finite",
+        "k3jax/train/step.py",
+        "jnp.isfinite(sums.loss) & jnp.isfinite(norm)",
+        "jnp.isfinite(sums.loss)",
+        ("tests/test_step.py::test_a_step_that_is_not_finite_leaves_the_state",),
+    ),
+    Breakage(
+        "maxima-of-one-micro-batch",
+        "the largest logits are those of the last micro-batch",
+        "k3jax/report.py",
+        "jax.tree.map(jnp.maximum, a.maxima, b.maxima)",
+        "b.maxima",
+        ("tests/test_metrics.py::test_of_two_micro_batches_the_larger_maximum_stays",),
+    ),
+    Breakage(
+        "reports-mean-of-means",
+        "what layers report of micro-batches counts alike, however many tokens they hold",
+        "k3jax/report.py",
+        "(x * tokens_a + y * tokens_b) / total",
+        "(x + y) / 2",
+        ("tests/test_metrics.py::test_means_of_micro_batches_weigh_by_their_tokens",),
+    ),
+    Breakage(
         "counts-of-one-device",
         "statistics of the layers are those of the first device",
         "k3jax/report.py",
@@ -442,5 +531,13 @@ BREAKAGES: tuple[Breakage, ...] = (
         'stream.set_state(position["stream"])',
         "pass",
         ("tests/test_train.py::test_an_interrupted_run_goes_on_exactly[3]",),
+    ),
+    Breakage(
+        "sample-of-the-token-before",
+        "a token is drawn from the logits of the last but one",
+        "k3jax/generate.py",
+        "at - 1, keepdims",
+        "at - 2, keepdims",
+        ("tests/test_generate.py::test_the_likeliest_token_is_that_of_the_model_at_every_step",),
     ),
 )

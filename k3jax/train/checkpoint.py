@@ -102,7 +102,8 @@ class Checkpoints:
         return found["state"], found["position"]
 
     def close(self) -> None:
-        self._manager.close()
+        """Waits like `wait`, and lets go of the directory."""
+        self._careful(self._manager.close)
 
 
 def _said(error: Exception) -> str:

@@ -3,7 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,16 @@ def resume(path: Path, announcer: Announcer) -> None:
 
 
 def _train(setup: Setup, run: rundir.RunDirectory, announcer: Announcer) -> None:
-    cfg, steps = setup.cfg, setup.cfg.run.steps
-    checkpoints, stream = Checkpoints(run.checkpoints, cfg.run.keep), setup.stream()
+    # Whatever ends the run, a checkpoint that is being written is written to its end.
+    with closing(Checkpoints(run.checkpoints, setup.cfg.run.keep)) as checkpoints:
+        step = _steps(setup, run, checkpoints, announcer)
+    if jax.process_index() == 0:
+        announcer.finished(step, setup.cfg.run.steps, run.path, plots.draw(run))
+
+
+def _steps(setup: Setup, run: rundir.RunDirectory, checkpoints: Checkpoints, announcer: Announcer) -> int:
+    """Makes the steps that are left, or those until somebody asks to stop; the step it came to."""
+    cfg, steps, stream = setup.cfg, setup.cfg.run.steps, setup.stream()
     state, step = _restore_or_begin(setup, run, checkpoints, stream, announcer)
     train_step, evaluate = announcer.compiling(setup.compile_step, setup.compile_evaluation)
     validation = setup.validation()
@@ -104,9 +112,7 @@ def _train(setup: Setup, run: rundir.RunDirectory, announcer: Announcer) -> None
         if kept != step:
             keep()
     checkpoints.wait()
-    checkpoints.close()
-    if jax.process_index() == 0:
-        announcer.finished(step, steps, run.path, plots.draw(run))
+    return step
 
 
 def _restore_or_begin(

@@ -1,5 +1,6 @@
 """Reading a run's checkpoint for something other than going on with it."""
 
+from contextlib import closing
 from pathlib import Path
 
 from k3jax.data import corpus
@@ -19,14 +20,11 @@ def load(path: Path, step: int | None = None) -> tuple[Setup, TrainState, int]:
     run = RunDirectory(path)
     setup = prepare(run.config())
     corpus.check_same(run.manifest(), setup.manifest)
-    checkpoints = Checkpoints(run.checkpoints, setup.cfg.run.keep)
-    steps = checkpoints.steps()
-    if not steps or (step is not None and step not in steps):
-        have = ", ".join(map(str, steps)) or "none"
-        raise CheckpointError(
-            f"{path}: no checkpoint of {'any step' if step is None else f'step {step}'}; complete: {have}"
-        )
-    step = steps[-1] if step is None else step
-    state, position = checkpoints.restore(step, setup.state)
-    checkpoints.close()
+    with closing(Checkpoints(run.checkpoints, setup.cfg.run.keep)) as checkpoints:
+        steps = checkpoints.steps()
+        if not steps or (step is not None and step not in steps):
+            have = ", ".join(map(str, steps)) or "none"
+            wanted = "any step" if step is None else f"step {step}"
+            raise CheckpointError(f"{path}: no checkpoint of {wanted}; complete: {have}")
+        state, position = checkpoints.restore(steps[-1] if step is None else step, setup.state)
     return setup, state, position["step"]

@@ -52,10 +52,16 @@ class Bounded:
     def __post_init__(self):
         _within(self, "floor", -1e4, -1e-6)
 
+    @property
+    def lower_bound(self) -> float | None:
+        return self.floor
+
 
 @dataclass(frozen=True)
 class Unbounded:
     """g = -e^A softplus(z): Kimi Linear's log-decay."""
+
+    lower_bound = None
 
 
 Decay = Bounded | Unbounded

@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("op", choices=OPS)
-    parser.add_argument("--implementation", nargs="+", help="all that are built, if not given")
+    parser.add_argument("--implementation", nargs="+", help="all that run here, if not given")
     parser.add_argument("--case", nargs="+", help="all, if not given")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
@@ -168,11 +168,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         if unknown := [name for name in given or () if name not in known]:
             parser.error(f"{flag} {unknown[0]}: one of {', '.join(known)}")
+    for name in args.implementation or ():
+        if (reason := op.why_not(name)) is not None:
+            parser.error(f"--implementation {name} cannot run here: {reason}")
+    chosen = args.implementation or [name for name in op.IMPLEMENTATIONS if op.why_not(name) is None]
     folder = args.out or Path(op.__file__).parent / "results"
     folder.mkdir(parents=True, exist_ok=True)
 
     device, rows, errors = measure_device(), [], {}
-    for implementation in args.implementation or op.IMPLEMENTATIONS:
+    for implementation in chosen:
         errors[implementation] = op.errors(implementation)
         for name in args.case or op.CASES:
             rows += measure(op, device, name, implementation)

@@ -39,6 +39,7 @@ def test_a_run_leaves_a_table_rows_and_a_picture(tmp_path, monkeypatch, capsys):
     ("argv", "says"),
     [
         (["kda", "--implementation", "xls"], "--implementation xls: one of xla"),
+        (["kda", "--implementation", "mosaic_gpu"], "mosaic_gpu cannot run here: it needs an NVIDIA GPU"),
         (["kda", "--case", "no"], "--case no: one of"),
     ],
 )

@@ -10,7 +10,7 @@ from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
 from k3jax.axes import Constant, Normal, Uniform, project, weight
-from k3jax.config import Bounded, KdaConfig, Unbounded
+from k3jax.config import KdaConfig
 from k3jax.layers.conv import conv_tail, short_conv
 from k3jax.layers.gate import gated
 from k3jax.layers.norm import rms_norm
@@ -128,16 +128,11 @@ class KDA(nn.Module):
 
     def _recall(self, *inputs):
         """The op itself, each device on its own rows and heads."""
-        match self.cfg.decay:
-            case Bounded(floor):
-                lower_bound = floor
-            case Unbounded():
-                lower_bound = None
 
         def run(q, k, v, z, beta, a_log, dt_bias, S, ids):
             return kda_gated(
                 q, k, v, z, beta, a_log, dt_bias,
-                lower_bound=lower_bound, initial_state=S, segment_ids=ids,
+                lower_bound=self.cfg.decay.lower_bound, initial_state=S, segment_ids=ids,
                 implementation=self.cfg.implementation,
             )  # fmt: skip
 

@@ -144,14 +144,24 @@ def implementations(cfg: Config) -> dict[str, str]:
     Raises:
       ValueError: one that is asked for is not built.
     """
+    dtype = cfg.model.dtype or "float32"
+
+    def run(part: Any) -> tuple[str, str] | None:
+        match part:
+            case KdaConfig():
+                bound = part.decay.lower_bound
+                sizes = {"key": part.key, "value": part.value, "dtype": dtype, "lower_bound": bound}
+                return "kda", kda.choose(part.implementation, **sizes)
+            case MlaConfig():
+                return "attention", attention.choose(part.implementation)
+            case MoeConfig():
+                return "grouped_matmul", grouped_matmul.choose(part.implementation)
+        return None
+
     chosen = {}
-    ops = ((KdaConfig, "kda", kda.choose), (MlaConfig, "attention", attention.choose))
-    ops += ((MoeConfig, "grouped_matmul", grouped_matmul.choose),)
     for part in {part for layer in cfg.model.layers for part in layer}:
-        for kind, op, choose in ops:
-            if isinstance(part, kind):
-                asked = part.implementation
-                chosen[op] = (
-                    f"{choose(asked)} ({'asked for' if asked else 'best for ' + jax.default_backend()})"
-                )
+        if (found := run(part)) is not None:
+            op, name = found
+            who = "asked for" if part.implementation else f"best for {jax.default_backend()}"
+            chosen[op] = f"{name} ({who})"
     return dict(sorted(chosen.items()))

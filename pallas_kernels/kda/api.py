@@ -8,16 +8,40 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import choice
-from pallas_kernels.kda import reference, xla
+from pallas_kernels.kda import mosaic_gpu, reference, xla
 from pallas_kernels.kda.gate import log_decay
 from pallas_kernels.segments import segment_index
 
 Implementation = Literal["reference", "xla", "mosaic_tpu", "mosaic_gpu", "triton"]
-BUILT = ("reference", "xla")
+BUILT = ("reference", "xla", "mosaic_gpu")
 BEST = {"cpu": "xla", "gpu": "xla", "tpu": "xla"}
-choose = partial(choice.choose, "kda", best=BEST, built=BUILT)
 
 DENSE_FLOOR = -5.0  # the lowest log-decay for which 16-token tiles are dense products
+
+
+def why_not(name: str, *, key: int, value: int, dtype: Any, lower_bound: float | None) -> str | None:
+    """Why an implementation cannot run `kda_gated` on this process's devices; None if it can.
+
+    Args:
+      name: the implementation's. key, value: channels of a head. dtype: of query.
+      lower_bound: as in `log_decay`; None also for `kda`, whose decays have no known bound.
+    """
+    if name != "mosaic_gpu":
+        return None
+    call = {"key": key, "value": value, "dtype": dtype, "lower_bound": lower_bound}
+    return mosaic_gpu.why_not(jax.devices()[0], **call)
+
+
+def choose(requested: Implementation | None, **call: Any) -> str:
+    """The implementation that runs `kda_gated` on this process's devices.
+
+    Args:
+      requested: a name, or None for the best. call: what `why_not` wants to know.
+
+    Raises:
+      ValueError: one that is not built, or cannot run this here; it says why.
+    """
+    return choice.choose("kda", requested, BEST, BUILT, partial(why_not, **call))
 
 
 def unit(x_BTHK):
@@ -61,11 +85,12 @@ def kda(
       (output [B, T, H, V] in value's dtype, final_state [B, H, K, V], at least float32).
 
     Raises:
-      ValueError: an unknown implementation. AssertionError: shapes that do not fit (chex).
+      ValueError: an unknown implementation, or one that cannot run this here. AssertionError:
+        shapes that do not fit (chex).
     """
-    return _kda(
-        query, key, value, log_decay, beta, scale, initial_state, segment_ids, implementation, bounded=False
-    )
+    chosen = _chosen(query, value, None, implementation)
+    S = _checked(query, key, value, log_decay, beta, initial_state, segment_ids)
+    return _composed(chosen, query, key, value, log_decay, beta, S, segment_ids, scale, bounded=False)
 
 
 def kda_gated(
@@ -92,40 +117,57 @@ def kda_gated(
         every tile be a dense product.
       The others as in `kda`, whose returns and errors these are.
     """
+    chosen = _chosen(query, value, lower_bound, implementation)
+    S = _checked(query, key, value, gate_logits, beta_logits, initial_state, segment_ids)
+    raw = query, key, value, gate_logits, beta_logits, a_log, dt_bias
+    if chosen == "mosaic_gpu" and S.size and query.size:
+        return mosaic_gpu.kda_gated(*raw, S, segment_ids, _scale(query, scale), lower_bound)
     dtype = jnp.promote_types(beta_logits.dtype, jnp.float32)
-    return _kda(
+    return _composed(
+        chosen,
         unit(query).astype(query.dtype),
         unit(key).astype(key.dtype),
         value,
         log_decay(gate_logits, a_log, dt_bias, lower_bound),
         jax.nn.sigmoid(beta_logits.astype(dtype)),
-        scale,
-        initial_state,
+        S,
         segment_ids,
-        implementation,
+        scale,
         bounded=lower_bound is not None and lower_bound >= DENSE_FLOOR,
     )
 
 
-def _kda(q, k, v, g, beta, scale, S, segment_ids, implementation, bounded):
-    chosen = choose(implementation)
+def _chosen(q, v, lower_bound, implementation) -> str:
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(f"kda: query {q.shape} and value {v.shape} must be [B, T, H, K] and [B, T, H, V]")
+    return choose(implementation, key=q.shape[3], value=v.shape[3], dtype=q.dtype, lower_bound=lower_bound)
+
+
+def _scale(q, scale: float | None) -> float:
+    return q.shape[3] ** -0.5 if scale is None else scale
+
+
+def _checked(q, k, v, gate, beta, S, segment_ids):
+    """The initial state, of inputs whose shapes fit."""
     B, T, H, K = q.shape
     V = v.shape[-1]
-    chex.assert_shape([k, g], (B, T, H, K))
+    chex.assert_shape([k, gate], (B, T, H, K))
     chex.assert_shape(v, (B, T, H, V))
     chex.assert_shape(beta, (B, T, H))
-    accumulate = jnp.promote_types(v.dtype, jnp.float32)
-    S = jnp.zeros((B, H, K, V), accumulate) if S is None else S
+    S = jnp.zeros((B, H, K, V), jnp.promote_types(v.dtype, jnp.float32)) if S is None else S
     chex.assert_shape(S, (B, H, K, V))
     if segment_ids is not None:
         chex.assert_shape(segment_ids, (B, T))
-    scale = K**-0.5 if scale is None else scale
-    if 0 in (B, T, H, K, V):
-        return jnp.zeros((B, T, H, V), v.dtype), S.astype(accumulate)
+    return S
 
-    ids_BT = jnp.ones((B, T), jnp.int32) if segment_ids is None else segment_ids
+
+def _composed(chosen, q, k, v, g, beta, S, segment_ids, scale, bounded):
+    """The forms that take prepared inputs."""
+    scale = _scale(q, scale)
+    if 0 in (*q.shape, v.shape[-1]):
+        return jnp.zeros(v.shape, v.dtype), S.astype(jnp.promote_types(v.dtype, jnp.float32))
+
+    ids_BT = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
     index_BT, real_BT = segment_index(ids_BT)
     if chosen == "reference":
         o, S = reference.kda(q, k, v, g, beta, S, real_BT, index_BT, scale)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.kda import api
 from pallas_kernels.kda.api import BUILT, Implementation, kda_gated
 from pallas_kernels.kda.cases import REAL, Case, draw_gated
 
@@ -16,6 +17,12 @@ ACCURACY = Case(1, 1024, 2, 128, 128)  # where errors against float64 are taken
 INPUTS = ("query", "key", "value", "gate_logits", "beta_logits", "a_log", "dt_bias", "initial_state")
 OUTPUTS = ("output", "final_state")
 WIDE = {"a_log", "dt_bias", "initial_state"}  # float32 whatever the others are
+
+
+def why_not(implementation: str) -> str | None:
+    """Why an implementation cannot run the cases here; None if it can."""
+    key, value = (max(getattr(case, name) for case in CASES.values()) for name in ("K", "V"))
+    return api.why_not(implementation, key=key, value=value, dtype=jnp.bfloat16, lower_bound=-5.0)
 
 
 def inputs(case: Case, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, ...]:

@@ -606,7 +606,7 @@ def test_a_bound_must_be_negative(lower_bound):
 # ---- refusals ----
 
 
-@pytest.mark.parametrize("name", ["mosaic_gpu", "mosaic_tpu", "triton", "fastest"])
+@pytest.mark.parametrize("name", ["mosaic_tpu", "triton", "fastest"])
 def test_an_implementation_that_is_not_built_is_refused_by_name(name):
     args = inputs(kda, SMALL["one_token"], "float32")
     with pytest.raises(ValueError, match=rf"kda.*{name}.*'reference'.*'xla'"):

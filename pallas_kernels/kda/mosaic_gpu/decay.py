@@ -1,0 +1,99 @@
+"""Decays inside a chunk, in registers: exponents as sums of the very steps that they span.
+
+A sum over tokens is a product with a matrix of 0, 1 and -1. Log-decays enter it in two bfloat16 parts, which
+are good to 16 bits. Tokens of other segments have weight 0, so that nothing depends on them.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.kda.mosaic_gpu.warpgroup import CHUNK, COLUMNS, LOG2E, ROWS, columns, positions, rows
+
+HALF, QUARTER = 32, 16  # tokens; at a floor of -5, exponents over a quarter stay within 75
+
+
+class Segments(NamedTuple):
+    """What tokens of packed rows may see of each other; all None where a row is one segment."""
+
+    same: Any  # row and column are of one segment
+    enters_C: Any  # 1 where the token goes on with the segment that the incoming state is of, else 0
+    leaves_C: Any  # 1 where it is of the segment that the outgoing state is of
+    through: Any  # 1 if the chunk holds the incoming segment only
+    real_C: Any  # 0 at padding
+
+
+NONE = Segments(None, None, None, None, None)
+
+
+def segments(index_g, ids_s, b, n) -> Segments:
+    """From the segments' indexes in device memory [B, T], and this chunk's in shared memory."""
+    index_s, real_s = ids_s
+    row, column = (plgpu.layout_cast(index_s[...], layout) for layout in (ROWS, COLUMNS))
+    first = jnp.where(n == 0, 0, index_g[b, jnp.maximum(n * CHUNK - 1, 0)])
+    last = index_g[b, n * CHUNK + CHUNK - 1]
+    one = lambda chosen: chosen.astype(jnp.float32)
+    real_C = plgpu.layout_cast(real_s[...], ROWS)
+    return Segments(
+        rows(row, CHUNK) == columns(column), one(row == first), one(row == last), one(first == last), real_C
+    )
+
+
+class Sums:
+    """The matrices that sum log-decays g_m over tokens m, for rows i.
+
+    Pairs of tokens i > j factor at a token between them: at the end of the first half where they are in
+    different halves (`half`), at the end of their half's first quarter where they are in its two quarters
+    (`quarter`); both exponents are sums to that end, at most 0. In one quarter both are sums from its
+    beginning (`own`), and the column's is negated. So no exponent depends on a later token than the row's.
+    """
+
+    def __init__(self, opaque, same):
+        self.i, self.j = positions(opaque)
+        self._same = same
+
+    def _matrix(self, chosen):
+        chosen = chosen if self._same is None else chosen & self._same
+        return jnp.where(chosen, 1.0, 0.0).astype(jnp.bfloat16)
+
+    def upto(self):
+        """From the chunk's start to i."""
+        return self._matrix(self.j <= self.i)
+
+    def after(self):
+        """From i to the chunk's end."""
+        return self._matrix(self.j > self.i)
+
+    def before(self):
+        """All tokens before i."""
+        return self._matrix(self.j < self.i)
+
+    def onward(self):
+        """All tokens from i on."""
+        return self._matrix(self.j >= self.i)
+
+    def half(self):
+        """Between i and the end of the first half."""
+        return self._matrix((self.j <= self.i) != (self.j < HALF))
+
+    def quarter(self):
+        """Between i and the end of the first quarter of its half."""
+        end = (self.i // HALF) * HALF + QUARTER
+        return self._matrix((self.j <= self.i) != (self.j < end))
+
+    def own(self):
+        """From the first token of i's quarter, which is not counted, to i."""
+        return self._matrix((self.j > (self.i // QUARTER) * QUARTER) & (self.j <= self.i))
+
+    def apart(self):
+        """Whether a pair factors as `half` says, and as `quarter` says."""
+        i, j = self.i, self.j
+        return (i >= HALF) & (j < HALF), (i // HALF == j // HALF) & (i // QUARTER != j // QUARTER)
+
+
+def bounded(z, rate, lower_bound: float):
+    """The bounded log-decay's logarithm to base 2, from logits with their bias."""
+    # 1 / x as the square of rsqrt(x): one instruction where a division is eight.
+    return (lower_bound * LOG2E) * jnp.square(lax.rsqrt(1.0 + jnp.exp2(z * (rate * -LOG2E))))

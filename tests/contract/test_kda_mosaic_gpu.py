@@ -1,0 +1,221 @@
+"""The Hopper kernels without a GPU: they lower for one, and interpreted they agree and keep the op's laws."""
+
+import inspect
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from agreement import assert_agree, assert_finite, relative_error, to_numpy
+
+from pallas_kernels.kda import kda, kda_gated, mosaic_gpu
+from pallas_kernels.kda.cases import SMALL, Case, draw_gated
+
+NEW = jax.__version_info__[:2] >= mosaic_gpu.OLDEST
+needs_new = pytest.mark.skipif(not NEW, reason=f"needs jax {mosaic_gpu.OLDEST} or newer")
+INPUTS = ("query", "key", "value", "gate_logits", "beta_logits", "a_log", "dt_bias", "initial_state")
+PACKED = Case(1, 100, 1, 64, 64, ((1, 30), (0, 3), (2, 40), (3, 20), (0, 7)))
+
+
+def inputs(case, logits=None, seed=0):
+    """bfloat16, but for A_log, dt_bias and the state."""
+    kinds = [jnp.bfloat16] * 5 + [jnp.float32] * 3
+    return [np.asarray(x, kind) for x, kind in zip(draw_gated(case, logits, seed), kinds, strict=True)]
+
+
+def cotangents(args):
+    normal = np.random.default_rng(1).normal
+    return normal(size=args[2].shape).astype(jnp.bfloat16), normal(size=args[7].shape).astype(np.float32)
+
+
+# ---- which calls they take ----
+
+
+HOPPER = SimpleNamespace(platform="gpu", compute_capability="9.0")
+CALL = {"key": 128, "value": 128, "dtype": jnp.bfloat16, "lower_bound": -5.0}
+
+
+@needs_new
+def test_a_hopper_takes_the_layers_call():
+    assert mosaic_gpu.why_not(HOPPER, **CALL) is None
+
+
+@needs_new
+@pytest.mark.parametrize(
+    ("device", "change", "why"),
+    [
+        (SimpleNamespace(platform="tpu"), {}, "and this is tpu"),
+        (SimpleNamespace(platform="gpu", compute_capability="8.0"), {}, "and this is 8.0"),
+        (SimpleNamespace(platform="gpu", compute_capability="10.0"), {}, "and this is 10.0"),
+        (HOPPER, {"dtype": jnp.float32}, "bfloat16 inputs, not float32"),
+        (HOPPER, {"key": 256}, "up to 128 channels, not 256 for keys"),
+        (HOPPER, {"lower_bound": None}, "bounded at -5 or above, not None"),
+        (HOPPER, {"lower_bound": -6.0}, "bounded at -5 or above, not -6.0"),
+    ],
+    ids=str,
+)
+def test_other_calls_are_refused_with_the_reason(device, change, why):
+    assert why in mosaic_gpu.why_not(device, **(CALL | change))
+
+
+@pytest.mark.skipif(NEW, reason="this is newer")
+def test_an_old_jax_is_refused():
+    assert f"and this is {jax.__version__}" in mosaic_gpu.why_not(HOPPER, **CALL)
+
+
+@pytest.mark.parametrize("op", [kda, kda_gated])
+def test_asking_for_them_elsewhere_is_an_error(op):
+    args = [jnp.asarray(x) for x in inputs(Case(1, 1, 1, 64, 64))]
+    args = [*args[:5], *args[5:7]] if op is kda_gated else args[:5]
+    with pytest.raises(ValueError, match=r"'mosaic_gpu' cannot run here: .* this is cpu"):
+        op(*args, implementation="mosaic_gpu")
+
+
+# ---- lowering ----
+
+
+def abstract_hopper():
+    """A mesh of one card that is not there."""
+    facts = {"device_kind": "NVIDIA H200", "num_cores": 132, "platform": "gpu"}
+    known = inspect.signature(jax.sharding.AbstractDevice).parameters
+    device = jax.sharding.AbstractDevice(**{name: x for name, x in facts.items() if name in known})
+    return jax.sharding.AbstractMesh((1,), ("one",), abstract_device=device)
+
+
+def gradients(args, segment_ids, cotangents, lower_bound=-5.0, interpret=None):
+    """(values, gradients)"""
+
+    def run(*args):
+        scale = args[0].shape[3] ** -0.5
+        return mosaic_gpu.kda_gated(*args, segment_ids, scale, lower_bound, interpret)
+
+    values, pull = jax.vjp(run, *args)
+    return values, pull(cotangents)
+
+
+@needs_new
+@pytest.mark.parametrize(
+    ("T", "K", "V", "packed"),
+    [
+        (1, 128, 128, False),
+        (63, 64, 128, True),
+        (65, 128, 64, False),
+        (65, 20, 12, True),
+        (4096, 128, 128, False),
+        (4096, 128, 128, True),
+    ],
+)
+def test_every_kernel_lowers(T, K, V, packed):
+    """Two of the forward pass, and four of the backward pass, which prepares once more."""
+    case = Case(2, T, 3, K, V)
+    abstract = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
+    args = inputs(Case(2, 1, 3, K, V))
+    args = [np.broadcast_to(x, (2, T, *x.shape[2:])) if x.shape[:2] == (2, 1) else x for x in args]
+    assert args[0].shape == (case.B, case.T, case.H, case.K)
+    ids = np.ones((2, T), np.int32) if packed else None
+    with jax.sharding.use_abstract_mesh(abstract_hopper()):
+        traced = jax.jit(gradients).trace(*abstract((args, ids, cotangents(args))))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 6
+
+
+# ---- interpreted ----
+
+
+@pytest.fixture
+def interpret(monkeypatch):
+    """Pallas's own interpreter, taught left operands in registers: it knows those in shared memory."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as gpu
+    from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def wgmma(*, token, mesh_location, thread, source_info=None, **operands):
+        memory = gpu._get_shared_memory()
+        info = shared_memory.GPULoggingInfo(mesh_location, thread, source_info)
+
+        def place(name):
+            key = gpu.HostAllocationKey.from_array(operands[f"{name}_allocation_key_as_array"])
+            transforms = gpu._remove_noop_transforms(operands[f"{name}_transforms"])
+            return key, memory.access(key, jax.tree.map(int, transforms))
+
+        read = lambda name: memory.get_buffer_content(*place(name), thread, logging_info=info)[0]
+        a = np.asarray(operands["a_allocation_key_as_array"])
+        a = read("a") if np.issubdtype(a.dtype, np.integer) else a
+        with np.errstate(all="ignore"):  # what is masked out may overflow
+            total = read("acc") + np.matmul(a.astype(np.float32), read("b").astype(np.float32))
+        memory.store_buffer_content(*place("acc"), total, thread, logging_info=info)
+        return token
+
+    monkeypatch.setattr(gpu, "wgmma", gpu.fail_on_exception(wgmma))
+    return plgpu.InterpretGPUParams(detect_races=True)
+
+
+def interpreted(interpret, args, segment_ids, cots=None):
+    return to_numpy(gradients(args, segment_ids, cots or cotangents(args), interpret=interpret))
+
+
+def expected(args, segment_ids, cots):
+    """The definition's in float32, from the same rounded inputs."""
+
+    @jax.jit
+    def run(args, cots):
+        call = lambda *x: kda_gated(
+            *x[:7], initial_state=x[7], segment_ids=segment_ids, implementation="reference"
+        )
+        values, pull = jax.vjp(call, *args)
+        return values, pull(cots)
+
+    return to_numpy(run(*jax.tree.map(lambda x: x.astype(np.float32), (tuple(args), cots))))
+
+
+# Operands are rounded to 8 bits, 2e-3 each: once or twice on the way to a value, up to four times on the way
+# to a gradient. A_log's and dt_bias's gradients are sums whose terms mostly cancel.
+VALUES, GRADIENTS, CANCELLING = 6e-3, 1e-2, 5e-2
+
+
+@needs_new
+@pytest.mark.parametrize(
+    ("case", "logits"),
+    [(SMALL["over_a_chunk"], None), (PACKED, 1e4), (PACKED, -6.0), (Case(1, 64, 1, 128, 128), None)],
+    ids=["packed", "at_the_floor", "long_memory", "k3"],
+)
+def test_agrees_with_the_definition(case, logits, interpret):
+    args = inputs(case, logits)
+    cots = cotangents(args)
+    actual, wanted = interpreted(interpret, args, case.segment_ids), expected(args, case.segment_ids, cots)
+    assert_finite(actual)
+    assert_agree(actual[0], wanted[0], VALUES, ("output", "final_state"))
+    # Where the gate is flat, 0 is its gradient, and any rounding is more than that.
+    flat = {"gate_logits", "a_log", "dt_bias"} if logits == 1e4 else set()
+    for name, got, right in zip(INPUTS, actual[1], wanted[1], strict=True):
+        if name not in flat:
+            assert_agree([got], [right], CANCELLING if name in ("a_log", "dt_bias") else GRADIENTS, [name])
+
+
+@needs_new
+def test_documents_and_the_future_change_nothing(interpret):
+    """To the bit: a document's outputs and gradients are its own, and an output knows no later token."""
+    args, others = inputs(PACKED), inputs(PACKED, seed=7)
+    cots = cotangents(args)
+    before = interpreted(interpret, args, PACKED.segment_ids, cots)
+    mine = PACKED.segment_ids == 2
+    timed = lambda x: x.shape[:2] == mine.shape
+    at = lambda x: mine.reshape(mine.shape + (1,) * (x.ndim - 2))
+    pairs = zip(args, others, strict=True)
+    changed = [np.where(at(x), y, x).astype(x.dtype) if timed(x) else x for x, y in pairs]
+    after = interpreted(interpret, changed, PACKED.segment_ids, cots)
+    for x, y in zip((before[0][0], *before[1]), (after[0][0], *after[1]), strict=True):
+        if timed(x):
+            assert relative_error(x, y) > 0
+            np.testing.assert_array_equal(x[~mine], y[~mine])
+    np.testing.assert_array_equal(before[0][1], after[0][1])
+
+    late = np.arange(100)[None] >= 45  # in the middle of a document
+    mine = late & (PACKED.segment_ids == 2)
+    changed = [
+        np.where(at(x), y, x).astype(x.dtype) if timed(x) else x for x, y in zip(args, others, strict=True)
+    ]
+    after = interpreted(interpret, changed, PACKED.segment_ids, cots)
+    np.testing.assert_array_equal(before[0][0][~mine], after[0][0][~mine])

@@ -1,4 +1,4 @@
-"""The Hopper kernels without a GPU: they lower for one, and interpreted they agree and keep the op's laws."""
+"""The Hopper kernels: they lower without a GPU, and agree and keep the op's laws, interpreted or on one."""
 
 import inspect
 from functools import partial
@@ -28,6 +28,37 @@ def inputs(case, logits=None, seed=0):
 def cotangents(args):
     normal = np.random.default_rng(1).normal
     return normal(size=args[2].shape).astype(jnp.bfloat16), normal(size=args[7].shape).astype(np.float32)
+
+
+# ---- agreement ----
+
+
+def expected(args, segment_ids, cots):
+    """The definition's in float32, from the same rounded inputs."""
+
+    @jax.jit
+    def run(args, cots):
+        call = lambda *x: kda_gated(
+            *x[:7], initial_state=x[7], segment_ids=segment_ids, implementation="reference"
+        )
+        values, pull = jax.vjp(call, *args)
+        return values, pull(cots)
+
+    return to_numpy(run(*jax.tree.map(lambda x: x.astype(np.float32), (tuple(args), cots))))
+
+
+# Operands are rounded to 8 bits, 2e-3 each: once or twice on the way to a value, up to four times on the way
+# to a gradient. A_log's and dt_bias's gradients are sums whose terms mostly cancel.
+VALUES, GRADIENTS, CANCELLING = 6e-3, 1e-2, 5e-2
+
+
+def assert_close(actual, wanted, logits):
+    assert_agree(actual[0], wanted[0], VALUES, ("output", "final_state"))
+    # Where the gate is flat, 0 is its gradient, and any rounding is more than that.
+    flat = {"gate_logits", "a_log", "dt_bias"} if logits == 1e4 else set()
+    for name, got, right in zip(INPUTS, actual[1], wanted[1], strict=True):
+        if name not in flat:
+            assert_agree([got], [right], CANCELLING if name in ("a_log", "dt_bias") else GRADIENTS, [name])
 
 
 # ---- which calls they take ----
@@ -121,6 +152,33 @@ def test_every_kernel_lowers(T, K, V, packed):
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 6
 
 
+# ---- on the device ----
+
+
+def here() -> str | None:
+    """Why they cannot run on this process's device."""
+    return mosaic_gpu.why_not(jax.devices()[0], **CALL)
+
+
+@pytest.mark.skipif(here() is not None, reason=str(here()))
+@pytest.mark.parametrize("logits", [None, 1e4, -6.0], ids=["random", "floor", "long_memory"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("T", [1, 63, 65, 4096])
+def test_the_device_agrees_with_the_definition(T, packed, logits):
+    """Several blocks along every grid axis; and the same bits at each run, as a race would not give."""
+    cuts = T // 3, T // 5
+    runs = ((1, cuts[0]), (2, cuts[1]), (0, T // 7), (3, T - sum(cuts) - T // 7))
+    case = Case(3, T, 4, 128, 128, runs if packed else None)
+    args = inputs(case, logits)
+    cots = cotangents(args)
+    run = jax.jit(partial(gradients, interpret=None))
+    actual, *again = (to_numpy(run(args, case.segment_ids, cots)) for _ in range(3))
+    assert_finite(actual)
+    for other in again:
+        jax.tree.map(np.testing.assert_array_equal, other, actual)
+    assert_close(actual, expected(args, case.segment_ids, cots), logits)
+
+
 # ---- interpreted ----
 
 
@@ -156,25 +214,6 @@ def interpreted(interpret, args, segment_ids, cots=None):
     return to_numpy(gradients(args, segment_ids, cots or cotangents(args), interpret=interpret))
 
 
-def expected(args, segment_ids, cots):
-    """The definition's in float32, from the same rounded inputs."""
-
-    @jax.jit
-    def run(args, cots):
-        call = lambda *x: kda_gated(
-            *x[:7], initial_state=x[7], segment_ids=segment_ids, implementation="reference"
-        )
-        values, pull = jax.vjp(call, *args)
-        return values, pull(cots)
-
-    return to_numpy(run(*jax.tree.map(lambda x: x.astype(np.float32), (tuple(args), cots))))
-
-
-# Operands are rounded to 8 bits, 2e-3 each: once or twice on the way to a value, up to four times on the way
-# to a gradient. A_log's and dt_bias's gradients are sums whose terms mostly cancel.
-VALUES, GRADIENTS, CANCELLING = 6e-3, 1e-2, 5e-2
-
-
 @needs_new
 @pytest.mark.parametrize(
     ("case", "logits"),
@@ -184,14 +223,9 @@ VALUES, GRADIENTS, CANCELLING = 6e-3, 1e-2, 5e-2
 def test_agrees_with_the_definition(case, logits, interpret):
     args = inputs(case, logits)
     cots = cotangents(args)
-    actual, wanted = interpreted(interpret, args, case.segment_ids), expected(args, case.segment_ids, cots)
+    actual = interpreted(interpret, args, case.segment_ids, cots)
     assert_finite(actual)
-    assert_agree(actual[0], wanted[0], VALUES, ("output", "final_state"))
-    # Where the gate is flat, 0 is its gradient, and any rounding is more than that.
-    flat = {"gate_logits", "a_log", "dt_bias"} if logits == 1e4 else set()
-    for name, got, right in zip(INPUTS, actual[1], wanted[1], strict=True):
-        if name not in flat:
-            assert_agree([got], [right], CANCELLING if name in ("a_log", "dt_bias") else GRADIENTS, [name])
+    assert_close(actual, expected(args, case.segment_ids, cots), logits)
 
 
 @needs_new

@@ -1,11 +1,12 @@
 """Times an op's implementations beside the least that the device could need.
 
-    python -m pallas_kernels.bench kda [--implementation xla] [--case k3_layer ...] [--out DIR]
+    python -m pallas_kernels.bench kda [--implementation xla] [--case k3_layer ...] [--peer fla] [--out DIR]
 
 The byte floor of a case is what it reads and writes, once, at the speed of a large copy on this device
 in this run. Extra memory is what the compiled program holds beside inputs and outputs. Errors are
-relative L2 distances from the definition in float64. Rows are added to results/ in the op's folder (or
-DIR) as rows.jsonl, beside roofline.png.
+relative L2 distances from the definition in float64. A peer is another library's kernel, timed in this
+run as a CUDA graph; "x peer" says how many times as fast as it ours is. Rows are added to results/ in
+the op's folder (or DIR) as rows.jsonl, beside roofline.png.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 OPS = ("kda",)
+VERSIONS = ("jax", "jaxlib", "torch", "triton", "fla-core")  # of what takes part, where it is installed
 ENOUGH = 0.1  # seconds that one measurement takes, at least
 REPEATS = 5
 LARGE = {"cpu": (1 << 26, 1024), "gpu": (1 << 31, 8192), "tpu": (1 << 31, 8192)}  # bytes, side of a matrix
@@ -55,13 +57,14 @@ class Row:
     flops: float
     bytes: int
     extra_gib: float
+    over_peer: float | None = None  # the peer's time by this one's
 
     @property
     def over_floor(self) -> float:
         return self.ms / self.floor_ms
 
 
-def milliseconds(run: Callable, inputs: Sequence[Any]) -> float:
+def milliseconds(run: Callable, inputs: Sequence[Any], wait: Callable = jax.block_until_ready) -> float:
     """The median of REPEATS back-to-back series; the device never waits for the host between calls."""
 
     def series(count: int) -> float:
@@ -69,7 +72,7 @@ def milliseconds(run: Callable, inputs: Sequence[Any]) -> float:
         out = None
         for _ in range(count):
             out = run(*inputs)
-        jax.block_until_ready(out)
+        wait(out)
         return time.perf_counter() - began
 
     series(2)
@@ -104,16 +107,47 @@ def measure(op: Any, device: Device, name: str, implementation: str) -> list[Row
     return rows
 
 
+def measure_peer(op: Any, peer: Any, device: Device, name: str) -> list[Row]:
+    """The same of another library's."""
+    case = op.CASES[name]
+    inputs = peer.random(case)
+    rows = []
+    directions = zip(
+        ("forward", "both"), (peer.forward, peer.both), op.traffic(case), op.work(case), strict=True
+    )
+    for direction, make, moved, flops in directions:
+        run = make(case, inputs)
+        replay = peer.replayed(run)
+        ms, floor = milliseconds(replay, (), peer.wait), 1e3 * moved / device.bytes_per_second
+        rows.append(Row(name, peer.name, direction, ms, floor, flops, moved, peer.extra_bytes(run) / 2**30))
+    return rows
+
+
+def beside(rows: Sequence[Row], peers: Sequence[Row]) -> list[Row]:
+    """Rows that know how they stand to the peer's of the same case and direction."""
+    of_peer = {(row.case, row.direction): row.ms for row in peers}
+    known = lambda row: (row.case, row.direction) in of_peer
+    ratio = lambda row: of_peer[row.case, row.direction] / row.ms
+    return [replace(row, over_peer=ratio(row)) if known(row) else row for row in rows]
+
+
 def show(rows: Sequence[Row], errors: dict[str, dict[str, float]], device: Device, console: Console) -> None:
     """The table, and a line of errors for each implementation."""
     tera, peta = device.bytes_per_second / 1e12, device.flops_per_second / 1e12
     table = Table(title=f"{device.kind}: copy {tera:.2f} TB/s, bfloat16 product {peta:.0f} TFLOP/s")
     for column in ("case", "implementation", "direction"):
         table.add_column(column)
-    for column in ("ms", "floor ms", "x floor", "extra GiB"):
+    for column in ("ms", "floor ms", "x floor", "x peer", "extra GiB"):
         table.add_column(column, justify="right")
     for row in rows:
-        numbers = (f"{row.ms:.3f}", f"{row.floor_ms:.3f}", f"{row.over_floor:.1f}", f"{row.extra_gib:.2f}")
+        peer = "" if row.over_peer is None else f"{row.over_peer:.2f}"
+        numbers = (
+            f"{row.ms:.3f}",
+            f"{row.floor_ms:.3f}",
+            f"{row.over_floor:.1f}",
+            peer,
+            f"{row.extra_gib:.2f}",
+        )
         table.add_row(row.case, row.implementation, row.direction, *numbers)
     console.print(table)
     for implementation, found in errors.items():
@@ -141,16 +175,29 @@ def draw(rows: Sequence[Row], device: Device, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def _installed(distribution: str) -> bool:
+    return any(True for _ in importlib.metadata.distributions(name=distribution))
+
+
 def store(rows: Sequence[Row], errors: dict[str, dict[str, float]], device: Device, folder: Path) -> None:
     """Appends to rows.jsonl; what is there stays."""
     facts = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": asdict(device),
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
+        "versions": {x: importlib.metadata.version(x) for x in VERSIONS if _installed(x)},
     }
     with (folder / "rows.jsonl").open("a") as file:
         for row in rows:
             file.write(json.dumps(asdict(row) | {"errors": errors[row.implementation]} | facts) + "\n")
+
+
+def _peer(op: Any, name: str, parser: argparse.ArgumentParser) -> Any:
+    if name not in op.PEERS:
+        parser.error(f"--peer {name}: one of {', '.join(op.PEERS)}")
+    try:
+        return op.PEERS[name]()
+    except ImportError as error:
+        parser.error(f"--peer {name} cannot run here: {error}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,6 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("op", choices=OPS)
     parser.add_argument("--implementation", nargs="+", help="all that run here, if not given")
     parser.add_argument("--case", nargs="+", help="all, if not given")
+    parser.add_argument("--peer", help="another library's kernel, timed beside ours")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     op: Any = importlib.import_module(f"pallas_kernels.{args.op}.bench")
@@ -171,6 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.implementation or ():
         if (reason := op.why_not(name)) is not None:
             parser.error(f"--implementation {name} cannot run here: {reason}")
+    peer = _peer(op, args.peer, parser) if args.peer else None
     chosen = args.implementation or [name for name in op.IMPLEMENTATIONS if op.why_not(name) is None]
     folder = args.out or Path(op.__file__).parent / "results"
     folder.mkdir(parents=True, exist_ok=True)
@@ -180,6 +229,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         errors[implementation] = op.errors(implementation)
         for name in args.case or op.CASES:
             rows += measure(op, device, name, implementation)
+    if peer is not None:
+        errors[peer.name] = op.peer_errors(peer)
+        peers = [row for name in args.case or op.CASES for row in measure_peer(op, peer, device, name)]
+        rows = [*beside(rows, peers), *peers]
     show(rows, errors, device, Console(width=None if sys.stdout.isatty() else 110))
     store(rows, errors, device, folder)
     draw(rows, device, folder / "roofline.png")

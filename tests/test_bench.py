@@ -1,7 +1,10 @@
 """The benchmark's own arithmetic, and a run of it on small shapes."""
 
 import json
+import time
 
+import jax
+import numpy as np
 import pytest
 
 from pallas_kernels import bench
@@ -35,12 +38,67 @@ def test_a_run_leaves_a_table_rows_and_a_picture(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "roofline.png").stat().st_size > 1000
 
 
+class Twice:
+    """A peer that is our own definition, and takes a while."""
+
+    name = "twice"
+
+    def random(self, case):
+        return kda.inputs(case)
+
+    def inputs(self, arrays):
+        return arrays
+
+    def forward(self, case, inputs):
+        run = jax.jit(kda.forward("reference", case))
+        return lambda: time.sleep(0.05) or run(*inputs)
+
+    def both(self, case, inputs):
+        run = jax.jit(kda.both("reference", case))
+        return lambda: time.sleep(0.05) or run(*inputs)
+
+    def replayed(self, run):
+        return run
+
+    def wait(self, out):
+        jax.block_until_ready(out)
+
+    def numpy(self, out):
+        return [np.asarray(x, np.float64) for x in jax.tree.leaves(out)]
+
+    def extra_bytes(self, run):
+        return 2**30
+
+
+def test_a_peer_is_timed_beside_ours(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(kda, "CASES", {"small": SMALL["small"]})
+    monkeypatch.setattr(kda, "ACCURACY", SMALL["small"])
+    monkeypatch.setitem(kda.PEERS, "twice", Twice)
+    monkeypatch.setattr(bench, "ENOUGH", 0.0)
+    monkeypatch.setitem(bench.LARGE, "cpu", (1 << 16, 64))
+    assert bench.main(["kda", "--peer", "twice", "--out", str(tmp_path)]) == 0
+    assert "twice, relative errors against float64" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    ours, theirs = rows[:2], rows[2:]
+    assert [(r["implementation"], r["direction"]) for r in theirs] == [
+        ("twice", "forward"),
+        ("twice", "both"),
+    ]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["over_peer"] == pytest.approx(other["ms"] / mine["ms"])
+        assert other["ms"] > 50
+        assert (other["over_peer"], other["extra_gib"]) == (None, 1)
+    assert theirs[0]["errors"]["output"] < 1e-5  # the definition in float32, from what was rounded already
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
         (["kda", "--implementation", "xls"], "--implementation xls: one of xla"),
         (["kda", "--implementation", "mosaic_gpu"], "mosaic_gpu cannot run here: it needs an NVIDIA GPU"),
         (["kda", "--case", "no"], "--case no: one of"),
+        (["kda", "--peer", "flash"], "--peer flash: one of fla"),
+        (["kda", "--peer", "fla"], "--peer fla cannot run here: "),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(argv, says, capsys):

@@ -10,6 +10,7 @@ import numpy as np
 from pallas_kernels.kda import api
 from pallas_kernels.kda.api import BUILT, Implementation, kda_gated
 from pallas_kernels.kda.cases import REAL, Case, draw_gated
+from pallas_kernels.kda.peers import PEERS as PEERS
 
 IMPLEMENTATIONS = tuple(name for name in BUILT if name != "reference")
 CASES = REAL
@@ -74,12 +75,23 @@ def work(case: Case) -> tuple[int, int]:
 
 def errors(implementation: Implementation) -> dict[str, float]:
     """Relative L2 error against the definition in float64, of each output and gradient."""
-    drawn = draw_gated(ACCURACY)
+    return _distances(_numpy(jax.jit(both(implementation, ACCURACY))(*_rounded())))
+
+
+def peer_errors(peer: Any) -> dict[str, float]:
+    """The same of another library's, from the same inputs."""
+    inputs = peer.inputs([np.asarray(x.astype(jnp.float32)) for x in _rounded()])
+    return _distances(peer.numpy(peer.both(ACCURACY, inputs)()))
+
+
+def _rounded() -> list[jax.Array]:
     kinds = [jnp.float32 if name in WIDE else jnp.bfloat16 for name in INPUTS]
-    rounded = [jnp.asarray(x, kind) for x, kind in zip(drawn, kinds, strict=True)]
-    found = _numpy(jax.jit(both(implementation, ACCURACY))(*rounded))
+    return [jnp.asarray(x, kind) for x, kind in zip(draw_gated(ACCURACY), kinds, strict=True)]
+
+
+def _distances(found: list[np.ndarray]) -> dict[str, float]:
     with jax.enable_x64(True):
-        exact = [jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64) for x in rounded]
+        exact = [jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64) for x in _rounded()]
         wanted = _numpy(jax.jit(both("reference", ACCURACY))(*exact))
     names = (*OUTPUTS, *(f"d {name}" for name in INPUTS))
     size = np.linalg.norm

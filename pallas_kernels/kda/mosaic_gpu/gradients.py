@@ -5,7 +5,7 @@ a part of; from then on a tile's channels are its own, but for the norm of queri
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,195 @@ class Gradients(NamedTuple):
     rate_BHNXC: jax.Array
 
 
+class _Tile(NamedTuple):
+    """A warpgroup's 64 channels of a chunk: what it reads of them, and how it sums over tokens."""
+
+    q_s: Any
+    k_s: Any
+    z_s: Any
+    high_s: Any
+    low_s: Any
+    q_C: Any  # 1 / |q|, with the scale
+    k_C: Any
+    bias_s: Any
+    rate: Any
+    lower_bound: float
+    seg: decay.Segments
+    sums: decay.Sums
+
+    def query(self):
+        return load(self.q_s) * rows(self.q_C)
+
+    def key(self):
+        return load(self.k_s) * rows(self.k_C)
+
+    def logits(self):
+        return load(self.z_s) + columns(load(self.bias_s, COLUMNS))
+
+    def put(self, x):
+        """x into shared memory, to be summed over tokens."""
+        plgpu.commit_smem()
+        self.high_s[...], self.low_s[...] = split(x)
+        plgpu.commit_smem()
+
+    def put_decays(self):
+        g = decay.bounded(self.logits(), self.rate, self.lower_bound)
+        self.put(g if self.seg.real_C is None else g * rows(self.seg.real_C))
+
+    def summed(self, *matrices):
+        """Sums of what was put, over the tokens that each matrix chooses."""
+        return products(*([(matrix, self.high_s), (matrix, self.low_s)] for matrix in matrices))
+
+
+class _Gradients(NamedTuple):
+    """In registers: of queries (with the scale in them) and keys, and what becomes that of log-decays.
+
+    What decays a product has the product itself as its gradient. `through` collects that for products that
+    decay up to a token. `decays` is the gradient as far as it is summed.
+    """
+
+    query: Any
+    key: Any
+    through: Any
+    decays: Any
+
+
+def _pair_cotangents(me, nk, nv, seg, sums, meet, shared):
+    """Leaves R in the place of dv', and the cotangents of scores of pairs in that of `kk_s` and `qk_s`.
+
+    With R = Diag(beta) T^t dv', the cotangent of v is R itself, that of scores of keys is -R v'^t, and its
+    diagonal is that of beta, times -beta^2. The pair of a token with itself is not decayed: it stands apart.
+    """
+    inverse_s, R_s, written_s, do_s, kk_s, qk_s, diagonal_s = shared
+    i, j = sums.i, sums.j
+    before = j < i if seg.same is None else (j < i) & seg.same
+    diagonal = lambda x: jnp.sum(jnp.where(i == j, x, 0.0), axis=1)
+    for v in range(nv):
+
+        @pl.when(me == v % nk)
+        def _(v=v):
+            (x,) = products([(turned(inverse_s), turned(R_s.at[v]))])
+            plgpu.commit_smem()
+            R_s[v] = x.astype(jnp.bfloat16)
+
+    meet(0)
+
+    @pl.when(me == 0)
+    def _():
+        (x,) = products([(R_s.at[v], written_s.at[v]) for v in range(nv)])
+        diagonal_s[0] = diagonal(x)
+        kk_s[...] = jnp.where(before, -x, 0.0).astype(jnp.bfloat16)
+
+    @pl.when(me == nk - 1)
+    def _():
+        (x,) = products([(do_s.at[v], written_s.at[v]) for v in range(nv)])
+        diagonal_s[1] = diagonal(x)
+        qk_s[...] = jnp.where(before, x, 0.0).astype(jnp.bfloat16)
+
+    meet(1)
+
+
+def _of_states(tile: _Tile, nv, whole_s, opaque, states) -> _Gradients:
+    """By what the chunk's state gave its tokens, and what they left to the state after it."""
+    S_s, dS_s, R_s, written_s, do_s = states
+    seg, sums = tile.seg, tile.sums
+    # What a token left decays after it, and the state itself over all of the chunk.
+    tile.put_decays()
+    (x,) = tile.summed(sums.after())
+    leave = jnp.exp2(x) if seg.same is None else jnp.exp2(x) * rows(seg.leaves_C)
+    (left,) = products([(turned(written_s.at[v]), dS_s.at[v]) for v in range(nv)])
+    dk = left * leave
+    tile.put(tile.key() * dk)
+    (decays,) = tile.summed(sums.before())
+    held = sum(load(S_s.at[v]) * load(dS_s.at[v]) for v in range(nv))
+    tile.put(held * columns(load(whole_s, COLUMNS)))
+    everyone = jnp.where(sums.i >= 0, 1.0 + opaque.astype(jnp.float32), 0.0).astype(jnp.bfloat16)
+    (x,) = tile.summed(everyone)
+    decays = decays + x
+    tile.put_decays()
+    (x,) = tile.summed(sums.upto())
+    enter = jnp.exp2(x) if seg.same is None else jnp.exp2(x) * rows(seg.enters_C)
+    (x,) = products([(R_s.at[v], S_s.at[v]) for v in range(nv)])
+    x = x * enter
+    dk, through = dk - x, -(tile.key() * x)
+    (x,) = products([(do_s.at[v], S_s.at[v]) for v in range(nv)])
+    x = x * enter
+    return _Gradients(x, dk, through + tile.query() * x, decays)
+
+
+def _inverted(x):
+    """1 / x, in one instruction and a product."""
+    return jnp.square(lax.rsqrt(x))
+
+
+def _of_pairs(tile: _Tile, d: _Gradients, scores, free) -> _Gradients:
+    """By the scores of pairs, factored as in `prepare`.
+
+    Args:
+      scores: cotangents of those of keys, and of queries with keys, below the diagonal.
+      free: five tiles of shared memory.
+    """
+    kk_s, qk_s = scores
+    key_s, query_s, near_s, of_keys_s, of_queries_s = free
+    sums, i = tile.sums, tile.sums.i
+    of_half, of_quarter = sums.apart()
+    dq, dk, through = d.query, d.key, d.through
+    tile.put_decays()
+
+    def decayed(matrix):
+        """The decay that `matrix` sums; keys and queries by it are put into shared memory."""
+        (x,) = tile.summed(matrix)
+        x = jnp.exp2(x)
+        plgpu.commit_smem()
+        key_s[...] = (tile.key() * x).astype(jnp.bfloat16)
+        query_s[...] = (tile.query() * x).astype(jnp.bfloat16)
+        return x
+
+    def only(chosen):
+        """The cotangents of some pairs alone."""
+        for source, target in ((kk_s, of_keys_s), (qk_s, of_queries_s)):
+            target[...] = jnp.where(chosen, load(source), 0.0).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+
+    # Rows of the second half, columns of the first.
+    x = decayed(sums.half())
+    plgpu.commit_smem()
+    first, second, row = pl.ds(0, HALF), pl.ds(HALF, HALF), i >= HALF
+    y, z = products(
+        [(kk_s.at[:, first], key_s.at[first])],
+        [(turned(kk_s.at[second]), key_s.at[second]), (turned(qk_s.at[second]), query_s.at[second])],
+    )
+    y = x * jnp.where(row, y, z)
+    dk, through = dk + y, through + tile.key() * jnp.where(row, y, -y)
+    (y,) = products([(qk_s.at[:, first], key_s.at[first])])
+    y = x * jnp.where(row, y, 0.0)
+    dq, through = dq + y, through + tile.query() * y
+
+    # Rows of a half's second quarter, columns of its first.
+    x = decayed(sums.quarter())
+    only(of_quarter)
+    (y,) = products([(of_keys_s, key_s), (turned(of_keys_s), key_s), (turned(of_queries_s), query_s)])
+    y = x * y
+    dk, through = dk + y, through + tile.key() * jnp.where(i // QUARTER % 2 == 1, y, -y)
+    (y,) = products([(of_queries_s, key_s)])
+    y = x * y
+    dq, through = dq + y, through + tile.query() * y
+
+    # Of one quarter a token is row and column.
+    x = decayed(sums.own())
+    near_s[...] = (tile.key() * _inverted(x)).astype(jnp.bfloat16)
+    only(~(of_half | of_quarter))
+    (y,) = products([(of_keys_s, near_s)])
+    y = x * y
+    dk, through = dk + y, through + tile.key() * y
+    (y,) = products([(of_queries_s, near_s)])
+    y = x * y
+    dq, through = dq + y, through + tile.query() * y
+    (y,) = products([(turned(of_keys_s), key_s), (turned(of_queries_s), query_s)])
+    y = _inverted(x) * y
+    return d._replace(query=dq, key=dk + y, through=through - tile.key() * y)
+
+
 def _kernel(sizes, scale, lower_bound, packed, *refs):
     """One chunk of one head of one row."""
     nk, nv = sizes[3] // TILE, sizes[4] // TILE
@@ -59,12 +248,12 @@ def _kernel(sizes, scale, lower_bound, packed, *refs):
     ids_g, refs = (refs[:2], refs[2:]) if packed else ([], refs)
     dq_g, dk_g, dv_g, dz_g, dbeta_g, drate_g, *refs = refs
     (
-        inverse_s, d_written_s, written_s, do_s, kk_s, qk_s, q_s, k_s, z_s, high_s, low_s, S_s, dS_s,
+        inverse_s, R_s, written_s, do_s, kk_s, qk_s, q_s, k_s, z_s, high_s, low_s, S_s, dS_s,
         bias_s, whole_s, norm_s, diagonal_s, dot_s, drate_s, *ids_s, shared, own, met,
     ) = refs  # fmt: skip
     b, h, n = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("chunk")
-    c = lax.axis_index("warpgroup")
-    tokens, part = pl.ds(n * CHUNK, CHUNK), channels(c)
+    me = lax.axis_index("warpgroup")
+    tokens, part = pl.ds(n * CHUNK, CHUNK), channels(me)
 
     def meet(at: int):
         """All warpgroups, with what they have written so far."""
@@ -72,14 +261,14 @@ def _kernel(sizes, scale, lower_bound, packed, *refs):
         plgpu.barrier_arrive(met.at[at])
         plgpu.barrier_wait(met.at[at])
 
-    @pl.when(c == 0)
+    @pl.when(me == 0)
     def _():
         plgpu.copy_gmem_to_smem(inverse_g.at[b, h, n], inverse_s, shared)
         for v in range(nv):
-            part = channels(v)
-            plgpu.copy_gmem_to_smem(d_written_g.at[b, h, n, part], d_written_s.at[v], shared)
-            plgpu.copy_gmem_to_smem(written_g.at[b, h, n, part], written_s.at[v], shared)
-            plgpu.copy_gmem_to_smem(do_g.at[b, tokens, h, part], do_s.at[v], shared)
+            values = channels(v)
+            plgpu.copy_gmem_to_smem(d_written_g.at[b, h, n, values], R_s.at[v], shared)
+            plgpu.copy_gmem_to_smem(written_g.at[b, h, n, values], written_s.at[v], shared)
+            plgpu.copy_gmem_to_smem(do_g.at[b, tokens, h, values], do_s.at[v], shared)
         plgpu.copy_gmem_to_smem(bias_g.at[h], bias_s, shared)
         plgpu.copy_gmem_to_smem(whole_g.at[b, h, n], whole_s, shared)
         plgpu.copy_gmem_to_smem(norm_g.at[b, h, n], norm_s, shared)
@@ -87,182 +276,67 @@ def _kernel(sizes, scale, lower_bound, packed, *refs):
             plgpu.copy_gmem_to_smem(source.at[b, tokens], target, shared)
 
     for source, target in ((z_g, z_s), (q_g, q_s), (k_g, k_s)):
-        plgpu.copy_gmem_to_smem(source.at[b, tokens, h, part], target.at[c], own.at[c])
+        plgpu.copy_gmem_to_smem(source.at[b, tokens, h, part], target.at[me], own.at[me])
     for source, target in ((dS_g, dS_s), (S_g, S_s)):
         for v in range(nv):
-            plgpu.copy_gmem_to_smem(source.at[b, h, n, channels(v), part], target.at[c, v], own.at[c])
+            plgpu.copy_gmem_to_smem(source.at[b, h, n, channels(v), part], target.at[me, v], own.at[me])
     plgpu.barrier_wait(shared)
 
     rate = rate_g[h]
-    seg = decay.segments(ids_g[0], ids_s, b, n) if packed else decay.NONE
     opaque = (rate < 0).astype(jnp.int32)
+    seg = decay.segments(ids_g[0], ids_s, b, n) if packed else decay.NONE
     sums = decay.Sums(opaque, seg.same)
-    i, j = sums.i, sums.j
+    _pair_cotangents(me, nk, nv, seg, sums, meet, (inverse_s, R_s, written_s, do_s, kk_s, qk_s, diagonal_s))
 
-    # R = Diag(beta) T^t dv': the cotangent of v, and with v' that of the pairs of keys.
-    for v in range(nv):
-
-        @pl.when(c == v % nk)
-        def _(v=v):
-            (x,) = products([(turned(inverse_s), turned(d_written_s.at[v]))])
-            plgpu.commit_smem()
-            d_written_s[v] = x.astype(jnp.bfloat16)
-
-    meet(0)
-    R = d_written_s
-    before = j < i if seg.same is None else (j < i) & seg.same
-    diagonal = lambda x: jnp.sum(jnp.where(i == j, x, 0.0), axis=1)
-
-    @pl.when(c == 0)
-    def _():
-        (x,) = products([(R.at[v], written_s.at[v]) for v in range(nv)])
-        diagonal_s[0] = diagonal(x)
-        kk_s[...] = jnp.where(before, -x, 0.0).astype(jnp.bfloat16)
-
-    @pl.when(c == nk - 1)
-    def _():
-        (x,) = products([(do_s.at[v], written_s.at[v]) for v in range(nv)])
-        diagonal_s[1] = diagonal(x)
-        qk_s[...] = jnp.where(before, x, 0.0).astype(jnp.bfloat16)
-
-    meet(1)
-
-    @pl.when(c == 0)
+    @pl.when(me == 0)
     def _():
         for v in range(nv):
-            plgpu.copy_smem_to_gmem(R.at[v], dv_g.at[b, tokens, h, channels(v)])
+            plgpu.copy_smem_to_gmem(R_s.at[v], dv_g.at[b, tokens, h, channels(v)])
         plgpu.copy_smem_to_gmem(diagonal_s.at[0], dbeta_g.at[b, h, tokens])
 
-    q_s, k_s, z_s, high_s, low_s, S_s, dS_s = (ref.at[c] for ref in (q_s, k_s, z_s, high_s, low_s, S_s, dS_s))
-    plgpu.barrier_wait(own.at[c])
+    plgpu.barrier_wait(own.at[me])
+    q_s, k_s, z_s, high_s, low_s, S_s, dS_s = (
+        ref.at[me] for ref in (q_s, k_s, z_s, high_s, low_s, S_s, dS_s)
+    )
     q_C, k_C = load(norm_s.at[0], ROWS), load(norm_s.at[1], ROWS)
-    query, key = lambda: load(q_s) * rows(q_C), lambda: load(k_s) * rows(k_C)
-    logits = lambda: load(z_s) + columns(load(bias_s.at[part], COLUMNS))
+    tile = _Tile(q_s, k_s, z_s, high_s, low_s, q_C, k_C, bias_s.at[part], rate, lower_bound, seg, sums)
+    d = _of_states(tile, nv, whole_s.at[part], opaque, (S_s, dS_s, R_s, written_s, do_s))
 
-    def put(x):
-        """x in two parts, for a product with a matrix of `sums`."""
-        plgpu.commit_smem()
-        high_s[...], low_s[...] = split(x)
-        plgpu.commit_smem()
-
-    total = lambda matrix: [(matrix, high_s), (matrix, low_s)]
-
-    def put_decays():
-        g = decay.bounded(logits(), rate, lower_bound)
-        put(g if seg.real_C is None else g * rows(seg.real_C))
-
-    put_decays()
-    enter, leave = products(total(sums.upto()), total(sums.after()))
-    enter, leave = jnp.exp2(enter), jnp.exp2(leave)
-    if packed:
-        enter, leave = enter * rows(seg.enters_C), leave * rows(seg.leaves_C)
-
-    # To the states. What decays a product has the product itself as its gradient: `lasting` collects it for
-    # what decays after a token, `through` for what decays up to it, `held` for the state.
-    (d_leave,) = products([(turned(written_s.at[v]), dS_s.at[v]) for v in range(nv)])
-    dk = d_leave * leave
-    lasting = key() * dk
-    asked, missed = products(
-        [(do_s.at[v], S_s.at[v]) for v in range(nv)], [(R.at[v], S_s.at[v]) for v in range(nv)]
-    )
-    dq, less = asked * enter, missed * enter
-    through = query() * dq - key() * less
-    dk = dk - less
-    held = sum(load(S_s.at[v]) * load(dS_s.at[v]) for v in range(nv))
-    held = held * columns(load(whole_s.at[part], COLUMNS))
-    put(lasting)
-    (dg,) = products(total(sums.before()))
-    put(held)
-    everyone = jnp.where(i >= 0, 1.0 + opaque.astype(jnp.float32), 0.0).astype(jnp.bfloat16)
-    (x,) = products(total(everyone))
-    dg = dg + x
-
-    # To the pairs, factored as in `prepare`. The states' memory is free from here on, and once all are
-    # here, so is that of v' and of the output's cotangent.
+    # Once all are here, the memory of R, v', the output's cotangent and the states is free.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     meet(2)
-    key_s, query_s, near_s, of_keys_s, of_queries_s = (
-        S_s.at[0],
-        S_s.at[1],
-        dS_s.at[0],
-        written_s.at[c],
-        do_s.at[c],
-    )
-    put_decays()
-
-    def decayed(matrix):
-        """Keys and queries decayed by what `matrix` sums, for products; and that decay."""
-        (x,) = products(total(matrix))
-        x = jnp.exp2(x)
-        plgpu.commit_smem()
-        key_s[...], query_s[...] = (key() * x).astype(jnp.bfloat16), (query() * x).astype(jnp.bfloat16)
-        return x
-
-    def only(chosen):
-        """The cotangents of some pairs, for products."""
-        for source, target in ((kk_s, of_keys_s), (qk_s, of_queries_s)):
-            target[...] = jnp.where(chosen, load(source), 0.0).astype(jnp.bfloat16)
-        plgpu.commit_smem()
-
-    first, second = pl.ds(0, HALF), pl.ds(HALF, HALF)
-    of_half, of_quarter = sums.apart()
-    x = decayed(sums.half())
-    plgpu.commit_smem()
-    y, z = products([(kk_s.at[:, first], key_s.at[first])], [(qk_s.at[:, first], key_s.at[first])])
-    (w,) = products(
-        [(turned(kk_s.at[second]), key_s.at[second]), (turned(qk_s.at[second]), query_s.at[second])]
-    )
-    late = i >= HALF
-    y, z = x * jnp.where(late, y, w), x * jnp.where(late, z, 0.0)
-    dk, dq = dk + y, dq + z
-    through = through + key() * jnp.where(late, y, -y) + query() * z
-
-    x = decayed(sums.quarter())
-    only(of_quarter)
-    y, z = products(
-        [(of_keys_s, key_s), (turned(of_keys_s), key_s), (turned(of_queries_s), query_s)],
-        [(of_queries_s, key_s)],
-    )
-    y, z = x * y, x * z
-    dk, dq = dk + y, dq + z
-    through = through + key() * jnp.where(i // QUARTER % 2 == 1, y, -y) + query() * z
-
-    x = decayed(sums.own())
-    back = jnp.square(lax.rsqrt(x))  # 1 / x
-    near_s[...] = (key() * back).astype(jnp.bfloat16)
-    only(~(of_half | of_quarter))
-    y, z = products([(of_keys_s, near_s)], [(of_queries_s, near_s)])
-    y, z = x * y, x * z
-    dk, dq = dk + y, dq + z
-    through = through + key() * y + query() * z
-    (y,) = products([(turned(of_keys_s), key_s), (turned(of_queries_s), query_s)])
-    y = back * y
-    dk, through = dk + y, through - key() * y
-    put(through)
-    (x,) = products(total(sums.onward()))
-    dg = dg + x
-    own_pair = rows(load(diagonal_s.at[1], ROWS))
-    dq, dk = dq + own_pair * key(), dk + own_pair * query()
+    kept = dS_s.at[1], R_s.at[me]  # registers are short
+    kept[0][...], kept[1][...] = split(d.decays)
+    free = S_s.at[0], S_s.at[1], dS_s.at[0], written_s.at[me], do_s.at[me]
+    d = _of_pairs(tile, d, (kk_s, qk_s), free)
+    tile.put(d.through)
+    (x,) = tile.summed(sums.onward())
+    dg = load(kept[0]) + load(kept[1]) + x
+    itself = rows(load(diagonal_s.at[1], ROWS))
+    dq, dk = d.query + itself * tile.key(), d.key + itself * tile.query()
 
     # To the raw inputs.
     if packed:
         dg, dq = dg * rows(seg.real_C), dq * rows(seg.real_C)
-    z = logits()
+    z = tile.logits()
     e = jnp.minimum(jnp.exp2(z * (rate * -LOG2E)), 1e37)
     s = jnp.square(lax.rsqrt(1.0 + e))
     dz = dg * (s * (s * e)) * (rate * lower_bound)
-    drate_s[c] = jnp.sum(dz * z, axis=1)
-    dot_s[0, c] = jnp.sum(query() * dq, axis=1)
-    dot_s[1, c] = jnp.sum(key() * dk, axis=1)
+    drate_s[me] = jnp.sum(dz * z, axis=1)
+    dot_s[0, me] = jnp.sum(tile.query() * dq, axis=1)
+    dot_s[1, me] = jnp.sum(tile.key() * dk, axis=1)
     meet(3)
-    along = lambda x: sum(load(dot_s.at[x, at], ROWS) for at in range(nk))
-    # The scale is in q: its unit vector is q / scale.
-    dq = rows(q_C) * (dq - query() * rows(along(0) * (1.0 / scale**2)))
-    dk = rows(k_C) * (dk - key() * rows(along(1)))
-    q_s[...], k_s[...], z_s[...] = (x.astype(jnp.bfloat16) for x in (dq, dk, dz))
+    along = lambda x: rows(sum(load(dot_s.at[x, at], ROWS) for at in range(nk)))
+    # The scale is in the query: its unit vector is query / scale.
+    dq = rows(tile.q_C) * (dq - tile.query() * (along(0) * (1.0 / scale**2)))
+    dk = rows(tile.k_C) * (dk - tile.key() * along(1))
+    targets = (tile.q_s, dq_g, dq), (tile.k_s, dk_g, dk), (tile.z_s, dz_g, dz)
+    for place, _, x in targets:
+        place[...] = x.astype(jnp.bfloat16)
     plgpu.commit_smem()
-    for source, target in ((q_s, dq_g), (k_s, dk_g), (z_s, dz_g)):
-        plgpu.copy_smem_to_gmem(source, target.at[b, tokens, h, part])
-    plgpu.copy_smem_to_gmem(drate_s.at[c], drate_g.at[b, h, n, c])
+    for place, target, _ in targets:
+        plgpu.copy_smem_to_gmem(place, target.at[b, tokens, h, part])
+    plgpu.copy_smem_to_gmem(drate_s.at[me], drate_g.at[b, h, n, me])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -289,7 +363,7 @@ def gradients(
     launch = plgpu.kernel(
         partial(_kernel, x.sizes, scale, lower_bound, packed), out_type=out_type,
         scratch_types=[
-            tiles(CHUNK, CHUNK), tiles(nv, CHUNK, TILE), *(tiles(most, CHUNK, TILE),) * 2,
+            tiles(CHUNK, CHUNK), *(tiles(most, CHUNK, TILE),) * 3,
             *(tiles(CHUNK, CHUNK),) * 2, *(tiles(nk, CHUNK, TILE),) * 5,
             *(tiles(nk, max(nv, 2), TILE, TILE),) * 2,
             vector(K), vector(K), vector(2, CHUNK), vector(2, CHUNK), vector(2, nk, CHUNK), vector(nk, CHUNK),

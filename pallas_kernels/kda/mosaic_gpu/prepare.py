@@ -123,10 +123,8 @@ def _kernel(sizes, scale, lower_bound, packed, *refs):
 
     def one_tile(c, scores):
         """Decays 64 channels of the chunk, in place, and adds what they say about its pairs."""
-        part, sums = (
-            channels(c),
-            matrices(1.0 * c),
-        )  # made in the loop: outside, they would fill the registers
+        part = channels(c)
+        sums = matrices(1.0 * c)  # made in the loop: outside, they would fill the registers
         of_half, of_quarter = sums.apart()
         g = decay.bounded(load(z_s.at[c]) + columns(load(bias_s.at[part], COLUMNS)), rate, lower_bound)
         if packed:

@@ -78,13 +78,11 @@ def _write_state(S, target, state_s) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _keep(staged, S, target) -> None:
-    """Starts to write a bfloat16 copy of S; at most the copies of one call before are still under way."""
-    for c, x in enumerate(S):
-        staged[c] = x.astype(jnp.bfloat16)
+def _keep(staged_s, matrices) -> None:
+    """Each in a tile of its own, in bfloat16, ready to be copied."""
+    for c, x in enumerate(matrices):
+        staged_s[c] = x.astype(jnp.bfloat16)
     plgpu.commit_smem()
-    for c in range(len(S)):
-        plgpu.copy_smem_to_gmem(staged.at[c], target.at[:, channels(c)])
 
 
 def _forward_kernel(sizes, keep, *refs):
@@ -97,47 +95,57 @@ def _forward_kernel(sizes, keep, *refs):
     stages = min(STAGES, N)
 
     def fetch(n, slot):
-        pairs = [(read_g, read_s), (out_g, out_s), (pair_g, pair_s), (u_g, u_s), (whole_g, whole_s)]
-        if keep:
-            pairs = [(read_g.at[:, :, :, pl.ds(0, CHUNK)], read_s), *pairs[1:2], *pairs[3:]]
+        read = read_g.at[:, :, :, pl.ds(0, CHUNK)] if keep else read_g
+        pairs = [(read, read_s), (out_g, out_s), (u_g, u_s), (whole_g, whole_s)]
+        pairs += [] if keep else [(pair_g, pair_s)]
         for source, target in pairs:
             plgpu.copy_gmem_to_smem(source.at[b, h, n], target.at[slot], full.at[slot])
 
     def compute(me):
-        mine = channels(me)
+        mine, parts = channels(me), [channels(c) for c in range(nk)]
 
         def chunk(n, S):
             slot = _slot(n, stages)
             plgpu.barrier_wait(full.at[slot])
-            parts = [channels(c) for c in range(nk)]
             narrow = [x.astype(jnp.bfloat16) for x in S]
-            (read,) = products(
-                [(x, turned(read_s.at[slot, :, part])) for x, part in zip(narrow, parts, strict=True)]
-            )
-            written = (load(u_s.at[slot, mine]) - lax.slice(read, (0, 0), (TILE, CHUNK))).astype(jnp.bfloat16)
-            added = [[(written, out_s.at[slot, :, part])] for part in parts]
-            if not keep:
-                added.append([(written, turned(pair_s.at[slot]))])
-            added = products(*added)
+            by_state = lambda at: [
+                (x, turned(read_s.at[slot, pl.ds(at, CHUNK), part]))
+                for x, part in zip(narrow, parts, strict=True)
+            ]
+            (x,) = products(by_state(0))
+            written = (load(u_s.at[slot, mine]) - x).astype(jnp.bfloat16)
+            of_output = [] if keep else [*by_state(CHUNK), (written, turned(pair_s.at[slot]))]
+
+            def run(*refs):
+                """The next state is ready while the output's products are still under way."""
+                for ref, part in zip(refs, parts, strict=False):
+                    plgpu.wgmma(ref, written, out_s.at[slot, :, part])
+                for a, b in of_output:
+                    plgpu.wgmma(refs[nk], a, b)
+                added = [plgpu.wgmma_accumulator_load(ref, wait_n=len(of_output)) for ref in refs[:nk]]
+                after = [
+                    x * columns(load(whole_s.at[slot, part], COLUMNS)) + y
+                    for x, part, y in zip(S, parts, added, strict=True)
+                ]
+                return after, [ref[...] for ref in refs[nk:]]
+
+            sums = [plgpu.WGMMAAccumulatorRef((TILE, TILE))] * nk
+            sums += [] if keep else [plgpu.WGMMAAccumulatorRef((TILE, CHUNK))]
+            after, output = pl.run_scoped(run, *sums)
+            plgpu.barrier_arrive(empty.at[slot])
             if keep:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                _keep(staged_s.at[me], S, first_g.at[b, h, n, mine])
-                staged_s[me, nk] = written
-                plgpu.commit_smem()
+                _keep(staged_s.at[me], [*S, written])
+                for c, part in enumerate(parts):
+                    plgpu.copy_smem_to_gmem(staged_s.at[me, c], first_g.at[b, h, n, mine, part])
                 plgpu.copy_smem_to_gmem(staged_s.at[me, nk], second_g.at[b, h, n, mine])
-            S = [
-                x * columns(load(whole_s.at[slot, part], COLUMNS)) + y
-                for x, part, y in zip(S, parts, added[:nk], strict=True)
-            ]
-            plgpu.barrier_arrive(empty.at[slot])
-            if not keep:
-                o = added[nk] + lax.slice(read, (0, CHUNK), (TILE, 2 * CHUNK))
+            else:
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 staged = staged_s.at[me, _slot(n, 2)]
-                turned(staged)[...] = o.astype(jnp.bfloat16)
+                turned(staged)[...] = output[0].astype(jnp.bfloat16)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(staged, first_g.at[b, pl.ds(n * CHUNK, CHUNK), h, mine])
-            return S
+            return after
 
         S = _read_state(S_g.at[b, h, mine], state_s.at[me], loaded.at[me], nk)
         S = lax.fori_loop(0, N, chunk, S)
@@ -223,25 +231,20 @@ def _backward_kernel(sizes, *refs):
         plgpu.copy_gmem_to_smem(do_g.at[b, pl.ds(n * CHUNK, CHUNK), h], do_s.at[slot], full.at[slot])
 
     def compute(me):
-        mine = channels(me)
+        mine, parts = channels(me), [channels(c) for c in range(nk)]
 
         def chunk(step, dS):
             n, slot = N - 1 - step, _slot(step, stages)
             plgpu.barrier_wait(full.at[slot])
-            parts = [channels(c) for c in range(nk)]
             narrow = [x.astype(jnp.bfloat16) for x in dS]
             do = turned(do_s.at[slot, :, mine])
-            (d_written,) = products(
-                [
-                    *((x, turned(out_s.at[slot, :, part])) for x, part in zip(narrow, parts, strict=True)),
-                    (do, pair_s.at[slot]),
-                ]
-            )
+            by_state = [(x, turned(out_s.at[slot, :, part])) for x, part in zip(narrow, parts, strict=True)]
+            (x,) = products([*by_state, (do, pair_s.at[slot])])
+            d_written = x.astype(jnp.bfloat16)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            _keep(staged_s.at[me], dS, kept_g.at[b, h, n, mine])
-            d_written = d_written.astype(jnp.bfloat16)
-            staged_s[me, nk] = d_written
-            plgpu.commit_smem()
+            _keep(staged_s.at[me], [*dS, d_written])
+            for c, part in enumerate(parts):
+                plgpu.copy_smem_to_gmem(staged_s.at[me, c], kept_g.at[b, h, n, mine, part])
             plgpu.copy_smem_to_gmem(staged_s.at[me, nk], written_g.at[b, h, n, mine])
             w, q_in = (lambda part, at=at: read_s.at[slot, pl.ds(at, CHUNK), part] for at in (0, CHUNK))
             lost = products(*([(d_written, w(part))] for part in parts))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.kda.mosaic_gpu.gradients import gradients
 from pallas_kernels.kda.mosaic_gpu.prepare import Inputs, prepare
-from pallas_kernels.kda.mosaic_gpu.scan import cotangents, outputs, states
+from pallas_kernels.kda.mosaic_gpu.scan import cotangents, outputs, pieces, starts, states
 from pallas_kernels.kda.mosaic_gpu.warpgroup import CHUNK, TILE
 from pallas_kernels.segments import segment_index
 
@@ -72,9 +72,10 @@ def _backward(scale, lower_bound, interpret, residuals, d_outputs):
     T, (K, V) = raw[0].shape[1], S_BHKV.shape[2:]
     x = _inputs(raw, segment_ids)
     p = prepare(x, scale, lower_bound, interpret)
-    kept = states(p, _turned_state(S_BHKV), interpret)
-    do = _pad(do, *x.v_BTHV.shape)
-    d = cotangents(p, do, _turned_state(dS_BHKV), interpret)
+    do, count = _pad(do, *x.v_BTHV.shape), pieces(S_BHKV.shape[0] * S_BHKV.shape[1], x.chunks)
+    before, transition = starts(p, _turned_state(S_BHKV), count, interpret)
+    kept = states(p, before, count, interpret)
+    d = cotangents(p, do, _turned_state(dS_BHKV), transition, interpret)
     g = gradients(x, p, kept, d, do, scale, lower_bound, interpret)
     # beta's logit moves it by beta (1 - beta), and `g.beta_BHT` is beta squared times its gradient.
     moved = jnp.where(x.beta_BHT > 0, (1 - x.beta_BHT) / x.beta_BHT, 0)
@@ -88,7 +89,7 @@ def _backward(scale, lower_bound, interpret, residuals, d_outputs):
         jnp.sum(g.z_BTHK, axis=(0, 1), dtype=jnp.float32)[:, :K],
     )
     back = tuple(y.astype(z.dtype) for y, z in zip(back, raw, strict=True))
-    return back, d.first_BHVK[:, :, :V, :K].transpose(0, 1, 3, 2).astype(S_BHKV.dtype), None
+    return back, d.first_BHGVK[:, :, 0, :V, :K].transpose(0, 1, 3, 2).astype(S_BHKV.dtype), None
 
 
 _gated.defvjp(_forward, _backward)

@@ -53,6 +53,10 @@ class Inputs(NamedTuple):
         B, T, H, K = self.q_BTHK.shape
         return B, T, H, K, self.v_BTHV.shape[3]
 
+    @property
+    def chunks(self) -> int:
+        return self.q_BTHK.shape[1] // CHUNK
+
 
 class Prepared(NamedTuple):
     """Of every chunk, in the letters of README.md."""

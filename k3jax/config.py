@@ -8,7 +8,7 @@ protocol stands beside them, any frozen dataclass that satisfies it may be passe
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 
 class ConfigError(ValueError):
@@ -54,6 +54,7 @@ class Bounded:
 
     @property
     def lower_bound(self) -> float | None:
+        """What `pallas_kernels.kda.log_decay` calls the floor."""
         return self.floor
 
 
@@ -61,7 +62,7 @@ class Bounded:
 class Unbounded:
     """g = -e^A softplus(z): Kimi Linear's log-decay."""
 
-    lower_bound = None
+    lower_bound: ClassVar[float | None] = None
 
 
 Decay = Bounded | Unbounded

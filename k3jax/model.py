@@ -145,7 +145,8 @@ def _zeros(key, cfg: ModelConfig, leaf: Leaf) -> Any:
 @cache
 def _boxes(cfg: ModelConfig, leaf: Leaf, mesh) -> Any:
     """Boxed shapes of the parameters of equal layers; what they depend on is all in the arguments."""
-    bank_SBTD = jnp.zeros((bank_size(cfg), least("B"), least("T"), cfg.width))
+    # As wide as activations are: an op may take no others.
+    bank_SBTD = jnp.zeros((bank_size(cfg), least("B"), least("T"), cfg.width), cfg.dtype or "float32")
     inputs = (bank_SBTD, jnp.bool_(True), jnp.int32(1), None, None)
     shapes = lambda unit: jax.eval_shape(unit.init, jax.random.key(0), *inputs)["params"]
     boxes = {name: shapes(unit) for name, unit in units(cfg, leaf).items()}

@@ -146,7 +146,8 @@ def implementations(cfg: Config) -> dict[str, str]:
     """
     dtype = cfg.model.dtype or "float32"
 
-    def run(part: Any) -> tuple[str, str] | None:
+    def op_of(part: Any) -> tuple[str, str] | None:
+        """(the op that a layer's part calls, the implementation that runs it)"""
         match part:
             case KdaConfig():
                 bound = part.decay.lower_bound
@@ -160,7 +161,7 @@ def implementations(cfg: Config) -> dict[str, str]:
 
     chosen = {}
     for part in {part for layer in cfg.model.layers for part in layer}:
-        if (found := run(part)) is not None:
+        if (found := op_of(part)) is not None:
             op, name = found
             who = "asked for" if part.implementation else f"best for {jax.default_backend()}"
             chosen[op] = f"{name} ({who})"

@@ -9,10 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from agreement import assert_agree, assert_finite, relative_error, to_numpy
+from flax.linen import meta
 
-from pallas_kernels.kda import kda, kda_gated, mosaic_gpu
+from k3jax.axes import MESH_AXES
+from k3jax.config import replace
+from k3jax.parameters import shapes
+from k3jax.train.loss import loss_sums
+from pallas_kernels.kda import api, kda, kda_gated, mosaic_gpu
 from pallas_kernels.kda.cases import SMALL, Case, draw_gated
 from pallas_kernels.kda.mosaic_gpu import op, scan
+from tests.small import rows, small
 
 NEW = jax.__version_info__[:2] >= mosaic_gpu.OLDEST
 needs_new = pytest.mark.skipif(not NEW, reason=f"needs jax {mosaic_gpu.OLDEST} or newer")
@@ -105,23 +111,31 @@ def test_asking_for_them_elsewhere_is_an_error(op):
         op(*args, implementation="mosaic_gpu")
 
 
+def test_inputs_of_another_dtype_are_refused():
+    args = inputs(Case(1, 1, 1, 64, 64))
+    args[3] = args[3].astype(np.float32)
+    with pytest.raises(ValueError, match="in bfloat16, not bfloat16, bfloat16, bfloat16, float32"):
+        mosaic_gpu.kda_gated(*map(jnp.asarray, args), None, 0.125, -5.0)
+
+
 # ---- lowering ----
 
 
-def abstract_hopper():
+def abstract_hopper(axes=("one",)):
     """A mesh of one card that is not there."""
     facts = {"device_kind": "NVIDIA H200", "num_cores": 132, "platform": "gpu"}
     known = inspect.signature(jax.sharding.AbstractDevice).parameters
     device = jax.sharding.AbstractDevice(**{name: x for name, x in facts.items() if name in known})
-    return jax.sharding.AbstractMesh((1,), ("one",), abstract_device=device)
+    kinds = (jax.sharding.AxisType.Auto,) * len(axes)
+    return jax.sharding.AbstractMesh((1,) * len(axes), axes, kinds, abstract_device=device)
 
 
-def gradients(args, segment_ids, cotangents, lower_bound=-5.0, interpret=None):
+def gradients(args, segment_ids, cotangents, interpret=None):
     """(values, gradients)"""
 
     def run(*args):
         scale = args[0].shape[3] ** -0.5
-        return mosaic_gpu.kda_gated(*args, segment_ids, scale, lower_bound, interpret)
+        return mosaic_gpu.kda_gated(*args, segment_ids, scale, -5.0, interpret)
 
     values, pull = jax.vjp(run, *args)
     return values, pull(cotangents)
@@ -144,16 +158,28 @@ def test_every_kernel_lowers(T, K, V, packed):
 
     Rows in pieces go through each piece for its transition and its own part first.
     """
-    case = Case(2, T, 3, K, V)
     abstract = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
     args = inputs(Case(2, 1, 3, K, V))
     args = [np.broadcast_to(x, (2, T, *x.shape[2:])) if x.shape[:2] == (2, 1) else x for x in args]
-    assert args[0].shape == (case.B, case.T, case.H, case.K)
     ids = np.ones((2, T), np.int32) if packed else None
     with jax.sharding.use_abstract_mesh(abstract_hopper()):
         traced = jax.jit(gradients).trace(*abstract((args, ids, cotangents(args))))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu") == (6 if T < 4096 else 11)
+
+
+@needs_new
+def test_the_model_gives_them_what_they_take(monkeypatch):
+    """Also where only the parameters' shapes are asked for: its layers work in bfloat16 throughout."""
+    monkeypatch.setattr(api, "why_not", lambda name, **call: mosaic_gpu.why_not(HOPPER, **call))
+    cfg = small().model
+    cfg = replace(cfg, dtype="bfloat16", linear=replace(cfg.linear, implementation="mosaic_gpu"))
+    abstract = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    with jax.sharding.use_abstract_mesh(abstract_hopper(MESH_AXES)):
+        loss = jax.jit(lambda params, batch: loss_sums(cfg, params, batch)[0].loss)
+        params = abstract(meta.unbox(shapes(cfg)))
+        text = loss.trace(params, abstract(rows(small()))).lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.custom_call @mosaic_gpu" in text
 
 
 # ---- on the device ----
@@ -175,7 +201,7 @@ def test_the_device_agrees_with_the_definition(T, packed, logits):
     case = Case(3, T, 4, 128, 128, runs if packed else None)
     args = inputs(case, logits)
     cots = cotangents(args)
-    run = jax.jit(partial(gradients, interpret=None))
+    run = jax.jit(gradients)
     actual, *again = (to_numpy(run(args, case.segment_ids, cots)) for _ in range(3))
     assert_finite(actual)
     for other in again:
@@ -214,8 +240,8 @@ def interpret(monkeypatch):
     return plgpu.InterpretGPUParams(detect_races=True)
 
 
-def interpreted(interpret, args, segment_ids, cots=None):
-    return to_numpy(gradients(args, segment_ids, cots or cotangents(args), interpret=interpret))
+def interpreted(interpret, args, segment_ids, cots):
+    return to_numpy(gradients(args, segment_ids, cots, interpret))
 
 
 @needs_new
@@ -261,20 +287,20 @@ def test_documents_and_the_future_change_nothing(interpret):
     before = interpreted(interpret, args, PACKED.segment_ids, cots)
     mine = PACKED.segment_ids == 2
     timed = lambda x: x.shape[:2] == mine.shape
-    at = lambda x: mine.reshape(mine.shape + (1,) * (x.ndim - 2))
-    pairs = zip(args, others, strict=True)
-    changed = [np.where(at(x), y, x).astype(x.dtype) if timed(x) else x for x, y in pairs]
-    after = interpreted(interpret, changed, PACKED.segment_ids, cots)
+
+    def with_others_at(mine):
+        at = lambda x: mine.reshape(mine.shape + (1,) * (x.ndim - 2))
+        pairs = zip(args, others, strict=True)
+        changed = [np.where(at(x), y, x).astype(x.dtype) if timed(x) else x for x, y in pairs]
+        return interpreted(interpret, changed, PACKED.segment_ids, cots)
+
+    after = with_others_at(mine)
     for x, y in zip((before[0][0], *before[1]), (after[0][0], *after[1]), strict=True):
         if timed(x):
             assert relative_error(x, y) > 0
             np.testing.assert_array_equal(x[~mine], y[~mine])
     np.testing.assert_array_equal(before[0][1], after[0][1])
 
-    late = np.arange(100)[None] >= 45  # in the middle of a document
-    mine = late & (PACKED.segment_ids == 2)
-    changed = [
-        np.where(at(x), y, x).astype(x.dtype) if timed(x) else x for x, y in zip(args, others, strict=True)
-    ]
-    after = interpreted(interpret, changed, PACKED.segment_ids, cots)
+    mine &= np.arange(100)[None] >= 45  # from the middle of the document
+    after = with_others_at(mine)
     np.testing.assert_array_equal(before[0][0][~mine], after[0][0][~mine])

@@ -1,6 +1,6 @@
 """The state over the chunks of a row, and what tokens read of it."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -26,11 +26,25 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import (
 
 
 class Forward(NamedTuple):
-    """What a walk forwards is for; one of `outputs`, `kept`, or the last state alone."""
+    """A walk forwards.
 
-    outputs: bool = False
-    kept: bool = False
-    transition: bool = False  # of the state: it starts from the identity, and nothing is written to it
+    `purpose`: the tokens' outputs; what is kept for the backward pass; the last state alone; or the map of
+    the state from start to end, by a walk from the identity in which nothing is written to it.
+    """
+
+    purpose: Literal["outputs", "kept", "last", "transition"]
+
+    @property
+    def outputs(self) -> bool:
+        return self.purpose == "outputs"
+
+    @property
+    def kept(self) -> bool:
+        return self.purpose == "kept"
+
+    @property
+    def transition(self) -> bool:
+        return self.purpose == "transition"
 
     def kernel(self, walk: Walk, *refs):
         """All chunks of one head of one piece."""

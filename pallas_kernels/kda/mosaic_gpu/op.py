@@ -49,8 +49,16 @@ def kda_gated(q, k, v, z, beta_logits, a_log, dt_bias, S, segment_ids, scale, lo
     """`pallas_kernels.kda.kda_gated` with every argument given, bfloat16 but for a_log, dt_bias and S.
 
     `interpret` is what Pallas takes under this name, to run without a GPU.
+
+    Raises:
+      ValueError: another dtype.
     """
     raw = q, k, v, z, beta_logits, a_log, dt_bias
+    if {x.dtype for x in raw[:4]} != {jnp.dtype("bfloat16")}:
+        kinds = ", ".join(x.dtype.name for x in raw[:4])
+        raise ValueError(
+            f"kda: 'mosaic_gpu' takes query, key, value and gate logits in bfloat16, not {kinds}"
+        )
     return _gated(raw, S, segment_ids, scale, lower_bound, interpret)
 
 

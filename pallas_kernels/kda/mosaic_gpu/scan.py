@@ -60,9 +60,9 @@ def starts(p: Prepared, S_BHVK, count: int, interpret=None) -> tuple[jax.Array, 
     """(the state before each of `count` pieces of a row [B, H, G, V, K], the pieces' transitions)."""
     if count == 1:
         return S_BHVK[:, :, None], None
-    (transition,) = Forward(transition=True)(p, None, count, interpret)
+    (transition,) = Forward("transition")(p, None, count, interpret)
     nothing = jnp.zeros((*S_BHVK.shape[:2], count, *S_BHVK.shape[2:]), jnp.float32)
-    (ends,) = Forward()(p, nothing, count, interpret)
+    (ends,) = Forward("last")(p, nothing, count, interpret)
     return _joined(S_BHVK, transition, ends), transition
 
 
@@ -70,13 +70,13 @@ def outputs(p: Prepared, S_BHVK, interpret=None) -> tuple[jax.Array, jax.Array]:
     """(o_BTHV, the last state, float32 [B, H, V, K]) from the first state."""
     count = pieces(*_blocks(p))
     S_BHGVK, _ = starts(p, S_BHVK, count, interpret)
-    o, last = Forward(outputs=True)(p, S_BHGVK, count, interpret)
+    o, last = Forward("outputs")(p, S_BHGVK, count, interpret)
     return o, last[:, :, -1]
 
 
 def states(p: Prepared, S_BHGVK, count: int, interpret=None) -> Kept:
     """What each chunk found and what it wrote, from the state before each piece."""
-    return Kept(*Forward(kept=True)(p, S_BHGVK, count, interpret))
+    return Kept(*Forward("kept")(p, S_BHGVK, count, interpret))
 
 
 def cotangents(p: Prepared, do_BTHV, dS_BHVK, transition_BHGKK, interpret=None) -> Cotangents:

@@ -13,17 +13,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda.mosaic_gpu.prepare import Prepared
-from pallas_kernels.kda.mosaic_gpu.warpgroup import (
-    CHUNK,
-    PARAMS,
-    channels,
-    load,
-)
+from pallas_kernels.kda.mosaic_gpu.warpgroup import CHUNK, PARAMS, channels, load
 
 STAGES = 2  # chunks in flight
 
 
 def slot_of(n, count: int):
+    """Which of `count` places in a ring the n-th thing has."""
     return lax.rem(n, jnp.array(count, n.dtype))
 
 
@@ -96,6 +92,7 @@ def read_state(source, state_s, loaded, nk: int):
 
 
 def write_state(S, target, state_s) -> None:
+    """The inverse of `read_state`; returns when all is written."""
     for c, x in enumerate(S):
         plgpu.wait_smem_to_gmem(0)
         state_s[...] = x
@@ -112,5 +109,6 @@ def stage(staged_s, matrices) -> None:
 
 
 def sizes_of(p: Prepared) -> tuple[int, int, int, int, int]:
+    """(B, T, H, K, V)"""
     B, H, N, _, K = p.read_BHNRK.shape
     return B, N * CHUNK, H, K, p.u_BHNVC.shape[3]

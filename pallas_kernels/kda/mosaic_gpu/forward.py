@@ -155,4 +155,4 @@ class Forward(NamedTuple):
         inputs += [p.pair_BHNCC] if self.outputs else []
         fetched = len(inputs)
         inputs += [] if self.transition else [S_BHGVK]
-        return walk.launch(self.kernel, (B, H), out_type, scratch, fetched, interpret)(*inputs)
+        return walk.launch(self.purpose, self.kernel, (B, H), out_type, scratch, fetched, interpret)(*inputs)

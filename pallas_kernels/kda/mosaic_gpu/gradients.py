@@ -373,6 +373,7 @@ def gradients(
             plgpu.Barrier(num_arrivals=nk, num_barriers=4),
         ],
         grid=(N, H, B), grid_names=("chunk", "head", "row"), num_threads=nk, thread_name="warpgroup",
+        kernel_name="kda_gradients",
         compiler_params=PARAMS, interpret=interpret,
     )  # fmt: skip
     ids = (x.index_BT, x.real_BT) if packed else ()

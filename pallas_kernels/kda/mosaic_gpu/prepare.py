@@ -240,6 +240,6 @@ def prepare(x: Inputs, scale: float, lower_bound: float, interpret=None) -> Prep
             *([vector(CHUNK, jnp.int32), vector(CHUNK)] if packed else []),
             plgpu.Barrier(num_arrivals=3 * nk + 2 + 2 * packed), plgpu.Barrier(num_arrivals=nv),
         ],
-        grid=(N, H, B), grid_names=("chunk", "head", "row"),
+        grid=(N, H, B), grid_names=("chunk", "head", "row"), kernel_name="kda_prepare",
         compiler_params=PARAMS, interpret=interpret,
     )(*(y for y in x if y is not None)))  # fmt: skip

@@ -63,7 +63,7 @@ class Walk(NamedTuple):
                 plgpu.set_max_registers(232, action="increase")
             compute(me)
 
-    def launch(self, body, rows_and_heads, out_type, scratch, fetched: int, interpret):
+    def launch(self, name: str, body, rows_and_heads, out_type, scratch, fetched: int, interpret):
         """A kernel of one block for each piece of each head of each row."""
         (B, H), stages = rows_and_heads, self.stages
         return plgpu.kernel(
@@ -75,7 +75,7 @@ class Walk(NamedTuple):
                 plgpu.Barrier(num_barriers=self.nv),
             ],
             grid=(H, self.pieces, B), grid_names=("head", "piece", "row"),
-            num_threads=self.nv + 1, thread_name="warpgroup",
+            num_threads=self.nv + 1, thread_name="warpgroup", kernel_name=f"kda_{name}",
             compiler_params=PARAMS, interpret=interpret,
         )  # fmt: skip
 

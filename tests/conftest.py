@@ -16,6 +16,8 @@ if importlib.metadata.version("jaxlib") < "0.11":  # three times quicker to comp
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+# Of a Pallas kernel, interpreted, each warpgroup holds a thread of XLA's pool while it waits for others.
+os.environ.setdefault("NPROC", "16")
 
 # Runs of one config compile the same programs: within a session, and in processes that a test
 # starts, each is made once.

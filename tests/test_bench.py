@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import bench
 from pallas_kernels.kda import bench as kda
+from pallas_kernels.kda import bench_step
 from pallas_kernels.kda.cases import Case
 
 SMALL = {"small": Case(1, 32, 1, 16, 16), "packed": Case(2, 32, 1, 16, 16, ((1, 20), (2, 9), (0, 3)))}
@@ -105,3 +106,19 @@ def test_what_is_not_there_is_refused_by_name(argv, says, capsys):
     with pytest.raises(SystemExit, match="2"):
         bench.main(argv)
     assert says in capsys.readouterr().err
+
+
+def test_a_run_of_steps_leaves_a_table_and_rows(tmp_path, monkeypatch, capsys):
+    for name, size in {"H": 2, "K": 16, "V": 8, "ROWS": 4}.items():
+        monkeypatch.setattr(bench_step, name, size)
+    monkeypatch.setattr(bench, "ENOUGH", 0.0)
+    monkeypatch.setitem(bench.LARGE, "cpu", (1 << 16, 64))
+    assert bench_step.traffic(3) == 3 * 2 * (2 * (3 * 16 + 8 + 1 + 8) + 2 * 4 * 16 * 8)
+    assert bench_step.main(["--rows", "1", "8", "--out", str(tmp_path)]) == 0
+    assert "x floor" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "step.jsonl").read_text().splitlines()]
+    assert [(r["implementation"], r["B"], r["K"]) for r in rows] == [("xla", 1, 16), ("xla", 8, 16)]
+    assert all(r["ms"] > 0 and r["floor_ms"] > 0 for r in rows)
+    with pytest.raises(SystemExit):
+        bench_step.main(["--implementation", "mosaic_gpu"])
+    assert "mosaic_gpu cannot run here: it needs an NVIDIA GPU" in capsys.readouterr().err

@@ -151,7 +151,7 @@ def implementations(cfg: Config) -> dict[str, str]:
         match part:
             case KdaConfig():
                 bound = part.decay.lower_bound
-                sizes = {"key": part.key, "value": part.value, "dtype": dtype, "lower_bound": bound}
+                sizes = {"key": part.key, "value": part.value, "dtypes": [dtype], "lower_bound": bound}
                 return "kda", kda.choose(part.implementation, **sizes)
             case MlaConfig():
                 return "attention", attention.choose(part.implementation)

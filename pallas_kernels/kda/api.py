@@ -1,5 +1,6 @@
 """Shapes, defaults and the choice of implementation: the only module of the folder others import."""
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -19,16 +20,18 @@ BEST = {"cpu": "xla", "gpu": "xla", "tpu": "xla"}
 DENSE_FLOOR = -5.0  # the lowest log-decay for which 16-token tiles are dense products
 
 
-def why_not(name: str, *, key: int, value: int, dtype: Any, lower_bound: float | None) -> str | None:
+def why_not(
+    name: str, *, key: int, value: int, dtypes: Iterable[Any], lower_bound: float | None
+) -> str | None:
     """Why an implementation cannot run `kda_gated` on this process's devices; None if it can.
 
     Args:
-      name: the implementation's. key, value: channels of a head. dtype: of query.
+      name: the implementation's. key, value: channels of a head. dtypes: of query, key, value and logits.
       lower_bound: as in `log_decay`; None also for `kda`, whose decays have no known bound.
     """
     if name != "mosaic_gpu":
         return None
-    call = {"key": key, "value": value, "dtype": dtype, "lower_bound": lower_bound}
+    call = {"key": key, "value": value, "dtypes": dtypes, "lower_bound": lower_bound}
     return mosaic_gpu.why_not(jax.devices()[0], **call)
 
 
@@ -50,6 +53,7 @@ def unit(x_BTHK):
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
 
 
+@jax.named_scope("kda")
 def kda(
     query,
     key,
@@ -88,11 +92,12 @@ def kda(
       ValueError: an unknown implementation, or one that cannot run this here. AssertionError:
         shapes that do not fit (chex).
     """
-    chosen = _chosen(query, value, None, implementation)
+    chosen = _chosen(implementation, query, key, value, log_decay, lower_bound=None)
     S = _checked(query, key, value, log_decay, beta, initial_state, segment_ids)
     return _composed(chosen, query, key, value, log_decay, beta, S, segment_ids, scale, bounded=False)
 
 
+@jax.named_scope("kda_gated")
 def kda_gated(
     query,
     key,
@@ -117,7 +122,7 @@ def kda_gated(
         every tile be a dense product.
       The others as in `kda`, whose returns and errors these are.
     """
-    chosen = _chosen(query, value, lower_bound, implementation)
+    chosen = _chosen(implementation, query, key, value, gate_logits, lower_bound=lower_bound)
     S = _checked(query, key, value, gate_logits, beta_logits, initial_state, segment_ids)
     raw = query, key, value, gate_logits, beta_logits, a_log, dt_bias
     if chosen == "mosaic_gpu" and S.size and query.size:
@@ -137,10 +142,11 @@ def kda_gated(
     )
 
 
-def _chosen(q, v, lower_bound, implementation) -> str:
+def _chosen(implementation, q, k, v, gate, *, lower_bound) -> str:
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(f"kda: query {q.shape} and value {v.shape} must be [B, T, H, K] and [B, T, H, V]")
-    return choose(implementation, key=q.shape[3], value=v.shape[3], dtype=q.dtype, lower_bound=lower_bound)
+    dtypes = [x.dtype for x in (q, k, v, gate)]
+    return choose(implementation, key=q.shape[3], value=v.shape[3], dtypes=dtypes, lower_bound=lower_bound)
 
 
 def _scale(q, scale: float | None) -> float:

@@ -23,7 +23,7 @@ WIDE = {"a_log", "dt_bias", "initial_state"}  # float32 whatever the others are
 def why_not(implementation: str) -> str | None:
     """Why an implementation cannot run the cases here; None if it can."""
     key, value = (max(getattr(case, name) for case in CASES.values()) for name in ("K", "V"))
-    return api.why_not(implementation, key=key, value=value, dtype=jnp.bfloat16, lower_bound=-5.0)
+    return api.why_not(implementation, key=key, value=value, dtypes=[jnp.bfloat16], lower_bound=-5.0)
 
 
 def inputs(case: Case, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, ...]:

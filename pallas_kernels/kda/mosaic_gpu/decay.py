@@ -42,7 +42,7 @@ def segments(index_g, ids_s, b, n) -> Segments:
 
 
 class Sums:
-    """The matrices that sum log-decays g_m over tokens m, for rows i.
+    """The matrices that sum log-decays g_m over tokens m, for rows i; `one` is what they are made of.
 
     Pairs of tokens i > j factor at a token between them: at the end of the first half where they are in
     different halves (`half`), at the end of their half's first quarter where they are in its two quarters
@@ -50,13 +50,13 @@ class Sums:
     beginning (`own`), and the column's is negated. So no exponent depends on a later token than the row's.
     """
 
-    def __init__(self, opaque, same):
+    def __init__(self, opaque, same, one: float = 1.0, dtype=jnp.bfloat16):
         self.i, self.j = positions(opaque)
-        self._same = same
+        self.same, self._one, self._dtype = same, one, dtype
 
     def _matrix(self, chosen):
-        chosen = chosen if self._same is None else chosen & self._same
-        return jnp.where(chosen, 1.0, 0.0).astype(jnp.bfloat16)
+        chosen = chosen if self.same is None else chosen & self.same
+        return jnp.where(chosen, self._one, 0.0).astype(self._dtype)
 
     def upto(self):
         """From the chunk's start to i."""
@@ -65,14 +65,6 @@ class Sums:
     def after(self):
         """From i to the chunk's end."""
         return self._matrix(self.j > self.i)
-
-    def before(self):
-        """All tokens before i."""
-        return self._matrix(self.j < self.i)
-
-    def onward(self):
-        """All tokens from i on."""
-        return self._matrix(self.j >= self.i)
 
     def half(self):
         """Between i and the end of the first half."""
@@ -87,13 +79,14 @@ class Sums:
         """From the first token of i's quarter, which is not counted, to i."""
         return self._matrix((self.j > (self.i // QUARTER) * QUARTER) & (self.j <= self.i))
 
-    def apart(self):
-        """Whether a pair factors as `half` says, and as `quarter` says."""
-        i, j = self.i, self.j
-        return (i >= HALF) & (j < HALF), (i // HALF == j // HALF) & (i // QUARTER != j // QUARTER)
-
 
 def bounded(z, rate, lower_bound: float):
     """The bounded log-decay's logarithm to base 2, from logits with their bias."""
     # 1 / x as the square of rsqrt(x): one instruction where a division is eight.
     return (lower_bound * LOG2E) * jnp.square(lax.rsqrt(1.0 + jnp.exp2(z * (rate * -LOG2E))))
+
+
+def unbounded(z, rate):
+    """The same of the unbounded one, -rate softplus(z)."""
+    z = z * LOG2E
+    return -rate * (jnp.maximum(z, 0.0) + jnp.log2(1.0 + jnp.exp2(-jnp.abs(z))))

@@ -1,8 +1,4 @@
-"""The last kernel of the backward pass: gradients of raw inputs, all chunks at once (README.md).
-
-A block has a warpgroup for each tile of 64 key channels. What they share, the pairs' cotangents, each makes
-a part of; from then on a tile's channels are its own, but for the norm of queries and keys.
-"""
+"""The last kernel backwards: what every chunk's cotangents say about its inputs (README.md)."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,6 +17,7 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     CHUNK,
     COLUMNS,
     LOG2E,
+    MATRIX,
     PARAMS,
     ROWS,
     TILE,
@@ -36,11 +33,15 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import (
 )
 from pallas_kernels.kda.mosaic_gpu.warpgroup import tiles as _tiles
 
+WIDTH = 32  # key channels of a warpgroup: with four of them a thread has 128 registers
+FIRST, SECOND = pl.ds(0, HALF), pl.ds(HALF, HALF)
+HALVES, QUARTERS, OWN = range(3)  # how pairs factor: `decay.Sums`
+
 
 class Gradients(NamedTuple):
     """Of q, k, v and z in bfloat16.
 
-    `beta_BHT`: of beta, times beta squared. `rate_BHNXC`: of a_log, for each tile of channels and token.
+    `beta_BHT`: of beta, times beta squared. `rate_BHNXC`: of a_log, for each part of channels and token.
     """
 
     q_BTHK: jax.Array
@@ -51,13 +52,12 @@ class Gradients(NamedTuple):
     rate_BHNXC: jax.Array
 
 
-class _Tile(NamedTuple):
-    """A warpgroup's 64 channels of a chunk: what it reads of them, and how it sums over tokens."""
+class _Part(NamedTuple):
+    """A warpgroup's key channels of a chunk, [64, 32]."""
 
     q_s: Any
     k_s: Any
-    z_s: Any
-    high_s: Any
+    high_s: Any  # log-decays, in two parts; logits before and after
     low_s: Any
     q_C: Any  # 1 / |q|, with the scale
     k_C: Any
@@ -65,195 +65,230 @@ class _Tile(NamedTuple):
     rate: Any
     lower_bound: float
     seg: decay.Segments
-    sums: decay.Sums
 
     def query(self):
-        return load(self.q_s) * rows(self.q_C)
+        return load(self.q_s) * rows(self.q_C, WIDTH)
 
     def key(self):
-        return load(self.k_s) * rows(self.k_C)
+        return load(self.k_s) * rows(self.k_C, WIDTH)
 
     def logits(self):
-        return load(self.z_s) + columns(load(self.bias_s, COLUMNS))
-
-    def put(self, x):
-        """x into shared memory, to be summed over tokens."""
-        plgpu.commit_smem()
-        self.high_s[...], self.low_s[...] = split(x)
-        plgpu.commit_smem()
+        return load(self.high_s) + columns(load(self.bias_s, COLUMNS))
 
     def put_decays(self):
         g = decay.bounded(self.logits(), self.rate, self.lower_bound)
-        self.put(g if self.seg.real_C is None else g * rows(self.seg.real_C))
+        g = g if self.seg.real_C is None else g * rows(self.seg.real_C, WIDTH)
+        _put(g, self.high_s, self.low_s)
 
-    def summed(self, *matrices):
-        """Sums of what was put, over the tokens that each matrix chooses."""
-        return products(*([(matrix, self.high_s), (matrix, self.low_s)] for matrix in matrices))
+    def summed(self, matrix):
+        """Sums of log-decays over the tokens that the matrix chooses."""
+        (x,) = products([(matrix, self.high_s), (matrix, self.low_s)])
+        return x
 
 
 class _Gradients(NamedTuple):
-    """In registers: of queries (with the scale in them) and keys, and what becomes that of log-decays.
+    """In registers, as far as tokens decay: of queries (with the scale in them), and of keys by their part.
 
-    What decays a product has the product itself as its gradient. `through` collects that for products that
-    decay up to a token. `decays` is the gradient as far as it is summed.
+    A product that a token reads by its query or its key decays up to it (`query`, `row`); one that others
+    read of it, after it (`column`).
     """
 
     query: Any
-    key: Any
-    through: Any
-    decays: Any
+    row: Any
+    column: Any
 
 
-def _pair_cotangents(me, nk, nv, seg, sums, meet, shared):
-    """Leaves R in the place of dv', and the cotangents of scores of pairs in that of `kk_s` and `qk_s`.
+def _held(d: _Gradients) -> _Gradients:
+    """d, added up. Left to itself, the compiler keeps terms and factors instead, in more registers."""
+    return _Gradients(*lax.optimization_barrier(tuple(d)))
+
+
+def _put(x, high_s, low_s):
+    """x into shared memory, for sums over tokens."""
+    high_s[...], low_s[...] = split(x)
+    plgpu.commit_smem()
+
+
+def _second_half():
+    """Whether a row of a [64, 32] matrix is of the second half of the chunk."""
+    return plgpu.broadcasted_iota(jnp.int32, (CHUNK, WIDTH), 0, layout=MATRIX) >= HALF
+
+
+def _put_scores(x, sums, apart_s, own_s):
+    """Cotangents of the scores of pairs below the diagonal: those apart, and those in one quarter."""
+    i, j = sums.i, sums.j
+    before = j < i if sums.same is None else (j < i) & sums.same
+    own = i // QUARTER == j // QUARTER
+    apart_s[...] = jnp.where(before & ~own, x, 0.0).astype(jnp.bfloat16)
+    own_s[...] = jnp.where(before & own, x, 0.0).astype(jnp.bfloat16)
+
+
+def _diagonal(x, sums):
+    return jnp.sum(jnp.where(sums.i == sums.j, x, 0.0), axis=1)
+
+
+def _of_state(part: _Part, upto_s, S_s, R_s, do_s) -> _Gradients:
+    """By what the chunk's state gave its tokens."""
+    enter = jnp.exp2(part.summed(upto_s))
+    if part.seg.enters_C is not None:
+        enter = enter * rows(part.seg.enters_C, WIDTH)
+    of = lambda left: [(x, S_s.at[channels(v)]) for v, x in enumerate(left)]
+    (x,) = products(of(R_s))
+    (y,) = products(of(do_s))
+    return _held(_Gradients(y * enter, -(x * enter), jnp.zeros_like(x)))
+
+
+def _of_pairs(part: _Part, d: _Gradients, sums_s, scores, free) -> _Gradients:
+    """By the scores of pairs, factored as in `prepare`.
+
+    Args:
+      sums_s: the matrices of sums. scores: cotangents (of keys apart, of queries apart, of keys in one
+        quarter, of queries in one quarter). free: two tiles of shared memory.
+    """
+    kk_s, qk_s, own_kk_s, own_qk_s = scores
+    key_s, query_s = free
+    second = _second_half()
+
+    def put(x):
+        """Keys and queries decayed by x, once all warps have done with the last."""
+        plgpu.commit_smem()
+        key_s[...] = (part.key() * x).astype(jnp.bfloat16)
+        query_s[...] = (part.query() * x).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+
+    def both(at):
+        """Keys' and queries' sums over columns of one half, as rows; and the sums over its rows."""
+        by_rows = [(kk_s.at[:, at], key_s.at[at])], [(qk_s.at[:, at], key_s.at[at])]
+        by_columns = [(turned(kk_s.at[at]), key_s.at[at]), (turned(qk_s.at[at]), query_s.at[at])]
+        return by_rows, by_columns
+
+    # Rows of the second half, columns of the first.
+    x = jnp.exp2(part.summed(sums_s.at[HALVES]))
+    put(x)
+    later = lambda y: jnp.where(second, x * y, 0.0)
+    keys, queries = both(FIRST)[0]
+    (y,) = products(keys)
+    d = _held(d._replace(row=d.row + later(y)))
+    (y,) = products(queries)
+    d = _held(d._replace(query=d.query + later(y)))
+    (y,) = products(both(SECOND)[1])
+    d = _held(d._replace(column=d.column + jnp.where(second, 0.0, x * y)))
+
+    # Rows of a half's second quarter, columns of its first.
+    x = jnp.exp2(part.summed(sums_s.at[QUARTERS]))
+    put(x)
+    halves = lambda first, second_: x * jnp.where(second, second_, first)
+    (keys, queries), of_columns = both(FIRST)
+    (later_keys, later_queries), of_later_columns = both(SECOND)
+    d = _held(d._replace(row=d.row + halves(*products(keys, later_keys))))
+    d = _held(d._replace(query=d.query + halves(*products(queries, later_queries))))
+    d = _held(d._replace(column=d.column + halves(*products(of_columns, of_later_columns))))
+
+    # Of one quarter, whose columns' factors grow.
+    own = part.summed(sums_s.at[OWN])
+    plgpu.commit_smem()
+    key_s[...] = (part.key() * jnp.exp2(-own)).astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    (y,) = products([(own_kk_s, key_s)])
+    d = _held(d._replace(row=d.row + jnp.exp2(own) * y))
+    (y,) = products([(own_qk_s, key_s)])
+    d = _held(d._replace(query=d.query + jnp.exp2(own) * y))
+    put(jnp.exp2(own))
+    (y,) = products([(turned(own_kk_s), key_s), (turned(own_qk_s), query_s)])
+    return _held(d._replace(column=d.column + jnp.exp2(-own) * y))
+
+
+def _of_leaving(part: _Part, upto_s, dS_s, written_s):
+    """The gradient of keys by what they left to the state after the chunk."""
+    # A sum from a token on, less its own.
+    x = part.summed(turned(upto_s)) - (load(part.high_s) + load(part.low_s))
+    leave = jnp.exp2(x)
+    if part.seg.leaves_C is not None:
+        leave = leave * rows(part.seg.leaves_C, WIDTH)
+    (left,) = products([(turned(x_s), dS_s.at[channels(v)]) for v, x_s in enumerate(written_s)])
+    return left * leave
+
+
+def _of_decays(part: _Part, d: _Gradients, left, upto_s, held_s, free):
+    """The gradient of log-decays: a token's lie between every pair that it decays.
+
+    Args:
+      left: of keys, by what they left. free: four tiles of shared memory.
+    """
+    through_s, left_s = free[:2], free[2:]
+    _put(part.query() * d.query + part.key() * (d.row - d.column), *through_s)
+    _put(part.key() * left, *left_s)
+    onward = [(turned(upto_s), x_s) for x_s in through_s]
+    (x,) = products([*onward, *((upto_s, x_s) for x_s in left_s)])
+    x = x - (load(left_s[0]) + load(left_s[1])) + columns(load(held_s, COLUMNS))
+    return x if part.seg.real_C is None else x * rows(part.seg.real_C, WIDTH)
+
+
+def _through_gate(part: _Part, dg):
+    """(gradient of logits, that of the rate for each token)"""
+    z = part.logits()
+    e = jnp.minimum(jnp.exp2(z * (part.rate * -LOG2E)), 1e37)
+    s = jnp.square(lax.rsqrt(1.0 + e))
+    dz = dg * (s * (s * e)) * (part.rate * part.lower_bound)
+    return dz, jnp.sum(dz * z, axis=1)
+
+
+def _of_scores(me, nk, sums, meet, shared, finished):
+    """Leaves R in the place of dv', and the cotangents of scores of pairs in four tiles; shares out the work.
 
     With R = Diag(beta) T^t dv', the cotangent of v is R itself, that of scores of keys is -R v'^t, and its
     diagonal is that of beta, times -beta^2. The pair of a token with itself is not decayed: it stands apart.
     """
-    inverse_s, R_s, written_s, do_s, kk_s, qk_s, diagonal_s = shared
-    i, j = sums.i, sums.j
-    before = j < i if seg.same is None else (j < i) & seg.same
-    diagonal = lambda x: jnp.sum(jnp.where(i == j, x, 0.0), axis=1)
-    for v in range(nv):
+    inverse_s, R_s, written_s, do_s, kk_s, qk_s, own_qk_s, upto_s, diagonal_s = shared
+    for v, x_s in enumerate(R_s):
 
-        @pl.when(me == v % nk)
-        def _(v=v):
-            (x,) = products([(turned(inverse_s), turned(R_s.at[v]))])
+        @pl.when(me == v)
+        def _(v=v, x_s=x_s):
+            (x,) = products([(turned(inverse_s), turned(x_s))])
             plgpu.commit_smem()
-            R_s[v] = x.astype(jnp.bfloat16)
+            x_s[...] = x.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            finished(v)
+
+    @pl.when(me == nk - 2)
+    def _():
+        upto_s[...] = sums().upto()
+
+    @pl.when(me == nk - 1)
+    def _():
+        chosen = sums()
+        (x,) = products([(do_s[v], y_s) for v, y_s in enumerate(written_s)])
+        diagonal_s[1] = _diagonal(x, chosen)
+        _put_scores(x, chosen, qk_s, own_qk_s)
 
     meet(0)
 
     @pl.when(me == 0)
     def _():
-        (x,) = products([(R_s.at[v], written_s.at[v]) for v in range(nv)])
-        diagonal_s[0] = diagonal(x)
-        kk_s[...] = jnp.where(before, -x, 0.0).astype(jnp.bfloat16)
-
-    @pl.when(me == nk - 1)
-    def _():
-        (x,) = products([(do_s.at[v], written_s.at[v]) for v in range(nv)])
-        diagonal_s[1] = diagonal(x)
-        qk_s[...] = jnp.where(before, x, 0.0).astype(jnp.bfloat16)
-
-    meet(1)
-
-
-def _of_states(tile: _Tile, nv, whole_s, opaque, states) -> _Gradients:
-    """By what the chunk's state gave its tokens, and what they left to the state after it."""
-    S_s, dS_s, R_s, written_s, do_s = states
-    seg, sums = tile.seg, tile.sums
-    # What a token left decays after it, and the state itself over all of the chunk.
-    tile.put_decays()
-    (x,) = tile.summed(sums.after())
-    leave = jnp.exp2(x) if seg.same is None else jnp.exp2(x) * rows(seg.leaves_C)
-    (left,) = products([(turned(written_s.at[v]), dS_s.at[v]) for v in range(nv)])
-    dk = left * leave
-    tile.put(tile.key() * dk)
-    (decays,) = tile.summed(sums.before())
-    held = sum(load(S_s.at[v]) * load(dS_s.at[v]) for v in range(nv))
-    tile.put(held * columns(load(whole_s, COLUMNS)))
-    everyone = jnp.where(sums.i >= 0, 1.0 + opaque.astype(jnp.float32), 0.0).astype(jnp.bfloat16)
-    (x,) = tile.summed(everyone)
-    decays = decays + x
-    tile.put_decays()
-    (x,) = tile.summed(sums.upto())
-    enter = jnp.exp2(x) if seg.same is None else jnp.exp2(x) * rows(seg.enters_C)
-    (x,) = products([(R_s.at[v], S_s.at[v]) for v in range(nv)])
-    x = x * enter
-    dk, through = dk - x, -(tile.key() * x)
-    (x,) = products([(do_s.at[v], S_s.at[v]) for v in range(nv)])
-    x = x * enter
-    return _Gradients(x, dk, through + tile.query() * x, decays)
-
-
-def _inverted(x):
-    """1 / x, in one instruction and a product."""
-    return jnp.square(lax.rsqrt(x))
-
-
-def _of_pairs(tile: _Tile, d: _Gradients, scores, free) -> _Gradients:
-    """By the scores of pairs, factored as in `prepare`.
-
-    Args:
-      scores: cotangents of those of keys, and of queries with keys, below the diagonal.
-      free: five tiles of shared memory.
-    """
-    kk_s, qk_s = scores
-    key_s, query_s, near_s, of_keys_s, of_queries_s = free
-    sums, i = tile.sums, tile.sums.i
-    of_half, of_quarter = sums.apart()
-    dq, dk, through = d.query, d.key, d.through
-    tile.put_decays()
-
-    def decayed(matrix):
-        """The decay that `matrix` sums; keys and queries by it are put into shared memory."""
-        (x,) = tile.summed(matrix)
-        x = jnp.exp2(x)
-        plgpu.commit_smem()
-        key_s[...] = (tile.key() * x).astype(jnp.bfloat16)
-        query_s[...] = (tile.query() * x).astype(jnp.bfloat16)
-        return x
-
-    def only(chosen):
-        """The cotangents of some pairs alone."""
-        for source, target in ((kk_s, of_keys_s), (qk_s, of_queries_s)):
-            target[...] = jnp.where(chosen, load(source), 0.0).astype(jnp.bfloat16)
-        plgpu.commit_smem()
-
-    # Rows of the second half, columns of the first.
-    x = decayed(sums.half())
-    plgpu.commit_smem()
-    first, second, row = pl.ds(0, HALF), pl.ds(HALF, HALF), i >= HALF
-    y, z = products(
-        [(kk_s.at[:, first], key_s.at[first])],
-        [(turned(kk_s.at[second]), key_s.at[second]), (turned(qk_s.at[second]), query_s.at[second])],
-    )
-    y = x * jnp.where(row, y, z)
-    dk, through = dk + y, through + tile.key() * jnp.where(row, y, -y)
-    (y,) = products([(qk_s.at[:, first], key_s.at[first])])
-    y = x * jnp.where(row, y, 0.0)
-    dq, through = dq + y, through + tile.query() * y
-
-    # Rows of a half's second quarter, columns of its first.
-    x = decayed(sums.quarter())
-    only(of_quarter)
-    (y,) = products([(of_keys_s, key_s), (turned(of_keys_s), key_s), (turned(of_queries_s), query_s)])
-    y = x * y
-    dk, through = dk + y, through + tile.key() * jnp.where(i // QUARTER % 2 == 1, y, -y)
-    (y,) = products([(of_queries_s, key_s)])
-    y = x * y
-    dq, through = dq + y, through + tile.query() * y
-
-    # Of one quarter a token is row and column.
-    x = decayed(sums.own())
-    near_s[...] = (tile.key() * _inverted(x)).astype(jnp.bfloat16)
-    only(~(of_half | of_quarter))
-    (y,) = products([(of_keys_s, near_s)])
-    y = x * y
-    dk, through = dk + y, through + tile.key() * y
-    (y,) = products([(of_queries_s, near_s)])
-    y = x * y
-    dq, through = dq + y, through + tile.query() * y
-    (y,) = products([(turned(of_keys_s), key_s), (turned(of_queries_s), query_s)])
-    y = _inverted(x) * y
-    return d._replace(query=dq, key=dk + y, through=through - tile.key() * y)
+        chosen = sums()
+        (x,) = products([(R_s[v], y_s) for v, y_s in enumerate(written_s)])
+        diagonal_s[0] = _diagonal(x, chosen)
+        _put_scores(-x, chosen, kk_s, inverse_s)
 
 
 def _kernel(sizes, scale, lower_bound, packed, *refs):
     """One chunk of one head of one row."""
-    nk, nv = sizes[3] // TILE, sizes[4] // TILE
+    nk, nv = sizes[3] // WIDTH, sizes[4] // TILE
     q_g, k_g, z_g, rate_g, bias_g, whole_g, inverse_g, norm_g, *refs = refs
     S_g, written_g, dS_g, d_written_g, do_g, *refs = refs
     ids_g, refs = (refs[:2], refs[2:]) if packed else ([], refs)
     dq_g, dk_g, dv_g, dz_g, dbeta_g, drate_g, *refs = refs
     (
-        inverse_s, R_s, written_s, do_s, kk_s, qk_s, q_s, k_s, z_s, high_s, low_s, S_s, dS_s,
-        bias_s, whole_s, norm_s, diagonal_s, dot_s, drate_s, *ids_s, shared, own, met,
+        inverse_s, kk_s, qk_s, own_qk_s, upto_s, q_s, k_s, z_s, low_s, dS_s, written_s,
+        ((S_s,), (sums_s,)), ((R_s, do_s), (key_s, query_s)),
+        of_channel_s, of_token_s, dot_s, *ids_s, shared, own, states, again, met,
     ) = refs  # fmt: skip
+    # Few allocations: each takes a multiple of 1,024 bytes.
+    bias_s, whole_s, held_s = (of_channel_s.at[at] for at in range(3))
+    norm_s, diagonal_s = of_token_s.at[pl.ds(0, 2)], of_token_s.at[pl.ds(2, 2)]
     b, h, n = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("chunk")
     me = lax.axis_index("warpgroup")
-    tokens, part = pl.ds(n * CHUNK, CHUNK), channels(me)
+    tokens, mine = pl.ds(n * CHUNK, CHUNK), pl.ds(me * WIDTH, WIDTH)
 
     def meet(at: int):
         """All warpgroups, with what they have written so far."""
@@ -261,82 +296,99 @@ def _kernel(sizes, scale, lower_bound, packed, *refs):
         plgpu.barrier_arrive(met.at[at])
         plgpu.barrier_wait(met.at[at])
 
+    for source, target in ((z_g, z_s), (q_g, q_s), (k_g, k_s)):
+        plgpu.copy_gmem_to_smem(source.at[b, tokens, h, mine], target.at[me], own.at[me])
+
     @pl.when(me == 0)
     def _():
         plgpu.copy_gmem_to_smem(inverse_g.at[b, h, n], inverse_s, shared)
         for v in range(nv):
-            values = channels(v)
-            plgpu.copy_gmem_to_smem(d_written_g.at[b, h, n, values], R_s.at[v], shared)
-            plgpu.copy_gmem_to_smem(written_g.at[b, h, n, values], written_s.at[v], shared)
-            plgpu.copy_gmem_to_smem(do_g.at[b, tokens, h, values], do_s.at[v], shared)
+            of = channels(v)
+            plgpu.copy_gmem_to_smem(d_written_g.at[b, h, n, of], R_s.at[v], shared)
+            plgpu.copy_gmem_to_smem(written_g.at[b, h, n, of], written_s.at[v], shared)
+            plgpu.copy_gmem_to_smem(do_g.at[b, tokens, h, of], do_s.at[v], shared)
         plgpu.copy_gmem_to_smem(bias_g.at[h], bias_s, shared)
         plgpu.copy_gmem_to_smem(whole_g.at[b, h, n], whole_s, shared)
         plgpu.copy_gmem_to_smem(norm_g.at[b, h, n], norm_s, shared)
         for source, target in zip(ids_g, ids_s, strict=True):
             plgpu.copy_gmem_to_smem(source.at[b, tokens], target, shared)
 
-    for source, target in ((z_g, z_s), (q_g, q_s), (k_g, k_s)):
-        plgpu.copy_gmem_to_smem(source.at[b, tokens, h, part], target.at[me], own.at[me])
-    for source, target in ((dS_g, dS_s), (S_g, S_s)):
-        for v in range(nv):
-            plgpu.copy_gmem_to_smem(source.at[b, h, n, channels(v), part], target.at[me, v], own.at[me])
-    plgpu.barrier_wait(shared)
+    # A tile of the states is 64 channels wide, for two warpgroups.
+    pair, side, values = me // 2, pl.ds(me % 2 * WIDTH, WIDTH), pl.ds(0, nv * TILE)
 
-    rate = rate_g[h]
-    opaque = (rate < 0).astype(jnp.int32)
-    seg = decay.segments(ids_g[0], ids_s, b, n) if packed else decay.NONE
-    sums = decay.Sums(opaque, seg.same)
-    _pair_cotangents(me, nk, nv, seg, sums, meet, (inverse_s, R_s, written_s, do_s, kk_s, qk_s, diagonal_s))
-
-    @pl.when(me == 0)
+    @pl.when(me % 2 == 0)
     def _():
-        for v in range(nv):
-            plgpu.copy_smem_to_gmem(R_s.at[v], dv_g.at[b, tokens, h, channels(v)])
+        for source, target in ((S_g, S_s), (dS_g, dS_s.at[:, values])):
+            plgpu.copy_gmem_to_smem(source.at[b, h, n, :, channels(pair)], target.at[pair], states.at[pair])
+
+    R_v, do_v, written_v = ([x.at[v] for v in range(nv)] for x in (R_s, do_s, written_s))
+    rate = rate_g[h]
+    segments = lambda: decay.segments(ids_g[0], ids_s, b, n) if packed else decay.NONE
+    sums = lambda: decay.Sums((rate < 0).astype(jnp.int32), segments().same)
+    plgpu.barrier_wait(shared)
+    q_C, k_C = load(norm_s.at[0], ROWS), load(norm_s.at[1], ROWS)
+    part = _Part(
+        q_s.at[me], k_s.at[me], z_s.at[me], low_s.at[me], q_C, k_C, bias_s.at[mine], rate, lower_bound,
+        segments(),
+    )  # fmt: skip
+    plgpu.barrier_wait(own.at[me])
+    part.put_decays()
+
+    finished = lambda v: plgpu.copy_smem_to_gmem(R_v[v], dv_g.at[b, tokens, h, channels(v)])
+    parts = inverse_s, R_v, written_v, do_v, kk_s, qk_s, own_qk_s, upto_s, diagonal_s
+    _of_scores(me, nk, sums, meet, parts, finished)
+    plgpu.barrier_wait(states.at[pair])
+
+    @pl.when(me % 2 == 0)
+    def _():
+        """What the state itself says about all log-decays of 64 channels."""
+        (x,) = products([(turned(S_s.at[pair]), dS_s.at[pair, values])])
+        held_s[channels(pair)] = _diagonal(x, sums()) * load(whole_s.at[channels(pair)], ROWS)
+
+    d = _of_state(part, upto_s, S_s.at[pair, :, side], R_v, do_v)
+
+    # Once all are here, the memory of S, R and the output's cotangent is free.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    meet(1)
+    for at, matrix in ((HALVES, "half"), (QUARTERS, "quarter"), (OWN, "own")):
+
+        @pl.when(me == at % nk)
+        def _(at=at, matrix=matrix):
+            sums_s[at] = getattr(sums(), matrix)()
+
+    @pl.when(me == nk - 1)
+    def _():
         plgpu.copy_smem_to_gmem(diagonal_s.at[0], dbeta_g.at[b, h, tokens])
 
-    plgpu.barrier_wait(own.at[me])
-    q_s, k_s, z_s, high_s, low_s, S_s, dS_s = (
-        ref.at[me] for ref in (q_s, k_s, z_s, high_s, low_s, S_s, dS_s)
-    )
-    q_C, k_C = load(norm_s.at[0], ROWS), load(norm_s.at[1], ROWS)
-    tile = _Tile(q_s, k_s, z_s, high_s, low_s, q_C, k_C, bias_s.at[part], rate, lower_bound, seg, sums)
-    d = _of_states(tile, nv, whole_s.at[part], opaque, (S_s, dS_s, R_s, written_s, do_s))
-
-    # Once all are here, the memory of R, v', the output's cotangent and the states is free.
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     meet(2)
-    kept = dS_s.at[1], R_s.at[me]  # registers are short
-    kept[0][...], kept[1][...] = split(d.decays)
-    free = S_s.at[0], S_s.at[1], dS_s.at[0], written_s.at[me], do_s.at[me]
-    d = _of_pairs(tile, d, (kk_s, qk_s), free)
-    tile.put(d.through)
-    (x,) = tile.summed(sums.onward())
-    dg = load(kept[0]) + load(kept[1]) + x
-    itself = rows(load(diagonal_s.at[1], ROWS))
-    dq, dk = d.query + itself * tile.key(), d.key + itself * tile.query()
-
-    # To the raw inputs.
+    free = key_s.at[me], query_s.at[me]
+    d = _of_pairs(part, d, sums_s, (kk_s, qk_s, inverse_s, own_qk_s), free)
+    left = _of_leaving(part, upto_s, dS_s.at[pair, :, side], written_v)
+    plgpu.commit_smem()  # log-decays and the state's cotangent were read for the last time
+    plgpu.copy_gmem_to_smem(z_g.at[b, tokens, h, mine], z_s.at[me], again.at[me])
+    kept = [dS_s.at[pair, channels(at), side] for at in range(2)]
+    dg = _of_decays(part, d, left, upto_s, held_s.at[mine], (*free, *kept))
+    itself = rows(load(diagonal_s.at[1], ROWS), WIDTH)
+    dq, dk = d.query + itself * part.key(), d.row + d.column + left + itself * part.query()
     if packed:
-        dg, dq = dg * rows(seg.real_C), dq * rows(seg.real_C)
-    z = tile.logits()
-    e = jnp.minimum(jnp.exp2(z * (rate * -LOG2E)), 1e37)
-    s = jnp.square(lax.rsqrt(1.0 + e))
-    dz = dg * (s * (s * e)) * (rate * lower_bound)
-    drate_s[me] = jnp.sum(dz * z, axis=1)
-    dot_s[0, me] = jnp.sum(tile.query() * dq, axis=1)
-    dot_s[1, me] = jnp.sum(tile.key() * dk, axis=1)
+        dq = dq * rows(part.seg.real_C, WIDTH)
+    plgpu.barrier_wait(again.at[me])
+    dz, dot_s[2, me] = _through_gate(part, dg)
+
+    # To the raw inputs. The scale is in the query: its unit vector is query / scale.
+    dot_s[0, me] = jnp.sum(part.query() * dq, axis=1)
+    dot_s[1, me] = jnp.sum(part.key() * dk, axis=1)
     meet(3)
-    along = lambda x: rows(sum(load(dot_s.at[x, at], ROWS) for at in range(nk)))
-    # The scale is in the query: its unit vector is query / scale.
-    dq = rows(tile.q_C) * (dq - tile.query() * (along(0) * (1.0 / scale**2)))
-    dk = rows(tile.k_C) * (dk - tile.key() * along(1))
-    targets = (tile.q_s, dq_g, dq), (tile.k_s, dk_g, dk), (tile.z_s, dz_g, dz)
+    along = lambda x: rows(sum(load(dot_s.at[x, at], ROWS) for at in range(nk)), WIDTH)
+    dq = rows(q_C, WIDTH) * (dq - part.query() * (along(0) * (1.0 / scale**2)))
+    dk = rows(k_C, WIDTH) * (dk - part.key() * along(1))
+    targets = (part.q_s, dq_g, dq), (part.k_s, dk_g, dk), (part.high_s, dz_g, dz)
     for place, _, x in targets:
         place[...] = x.astype(jnp.bfloat16)
     plgpu.commit_smem()
     for place, target, _ in targets:
-        plgpu.copy_smem_to_gmem(place, target.at[b, tokens, h, part])
-    plgpu.copy_smem_to_gmem(drate_s.at[me], drate_g.at[b, h, n, me])
+        plgpu.copy_smem_to_gmem(place, target.at[b, tokens, h, mine])
+    plgpu.copy_smem_to_gmem(dot_s.at[2, me], drate_g.at[b, h, n, me])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -352,24 +404,27 @@ def gradients(
 ) -> Gradients:
     """Everything that each chunk's cotangents say about the inputs."""
     B, T, H, K, V = x.sizes
-    N, nk, nv, packed = T // CHUNK, K // TILE, V // TILE, x.index_BT is not None
+    N, nk, nv, packed = T // CHUNK, K // WIDTH, V // TILE, x.index_BT is not None
     out_type = Gradients(
         bfloat16(B, T, H, K), bfloat16(B, T, H, K), bfloat16(B, T, H, V), bfloat16(B, T, H, K),
         float32(B, H, T), float32(B, H, N, nk, CHUNK),
     )  # fmt: skip
     vector = lambda *shape, dtype=jnp.float32: plgpu.SMEM(shape, dtype)
     # One swizzle for all: both operands of a product need the same, and half a tile of columns is read.
-    tiles, most = partial(_tiles, columns=HALF), max(nk, nv)
+    tiles = partial(_tiles, columns=WIDTH)
+    part, square = tiles(nk, CHUNK, WIDTH), tiles(CHUNK, CHUNK)
     launch = plgpu.kernel(
         partial(_kernel, x.sizes, scale, lower_bound, packed), out_type=out_type,
         scratch_types=[
-            tiles(CHUNK, CHUNK), *(tiles(most, CHUNK, TILE),) * 3,
-            *(tiles(CHUNK, CHUNK),) * 2, *(tiles(nk, CHUNK, TILE),) * 5,
-            *(tiles(nk, max(nv, 2), TILE, TILE),) * 2,
-            vector(K), vector(K), vector(2, CHUNK), vector(2, CHUNK), vector(2, nk, CHUNK), vector(nk, CHUNK),
+            *(square,) * 5, *(part,) * 4, tiles(K // TILE, max(V, 2 * CHUNK), TILE), tiles(nv, TILE, CHUNK),
+            plgpu.RefUnion([tiles(K // TILE, V, TILE)], [tiles(3, CHUNK, CHUNK)]),
+            plgpu.RefUnion([tiles(nv, CHUNK, TILE), tiles(nv, CHUNK, TILE)], [part, part]),
+            vector(3, K), vector(4, CHUNK), vector(3, nk, CHUNK),
             *([vector(CHUNK, dtype=jnp.int32), vector(CHUNK)] if packed else []),
             plgpu.Barrier(num_arrivals=4 + 3 * nv + 2 * packed),
-            plgpu.Barrier(num_arrivals=3 + 2 * nv, num_barriers=nk),
+            plgpu.Barrier(num_arrivals=3, num_barriers=nk),
+            plgpu.Barrier(num_arrivals=2, num_barriers=K // TILE),
+            plgpu.Barrier(num_barriers=nk),
             plgpu.Barrier(num_arrivals=nk, num_barriers=4),
         ],
         grid=(N, H, B), grid_names=("chunk", "head", "row"), num_threads=nk, thread_name="warpgroup",

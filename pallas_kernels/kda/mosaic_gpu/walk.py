@@ -57,6 +57,9 @@ class Walk(NamedTuple):
                 plgpu.barrier_wait(empty.at[slot])
                 fetch(step + stages, slot)
 
+            for step in range(stages):  # no barrier may be left with more behind it than was waited for
+                plgpu.barrier_wait(empty.at[(self.chunks - stages + step) % stages])
+
         @pl.when(me < self.nv)
         def _():
             if self.nv > 1:

@@ -35,6 +35,18 @@ def channels(c) -> Any:
     return pl.ds(c * TILE, TILE)
 
 
+def up(size: int, unit: int = TILE) -> int:
+    """To whole tiles, or units."""
+    return -(-size // unit) * unit
+
+
+def pad(x, *sizes: int):
+    """Zeros behind x, up to `sizes`; x itself where it has them."""
+    if x.shape == sizes:
+        return x
+    return jnp.pad(x, [(0, size - now) for now, size in zip(x.shape, sizes, strict=True)])
+
+
 def turned(ref):
     """A tile with rows and columns exchanged, for a product or a store."""
     return ref.transpose((1, 0))

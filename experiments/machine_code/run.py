@@ -33,6 +33,7 @@ from pallas_kernels.kda.mosaic_gpu.forward import Forward
 from pallas_kernels.kda.mosaic_gpu.gradients import gradients
 from pallas_kernels.kda.mosaic_gpu.prepare import Inputs, Prepared, prepare
 from pallas_kernels.kda.mosaic_gpu.scan import Cotangents, Kept
+from pallas_kernels.kda.mosaic_gpu.step import kda_step
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = {  # K, V, whether rows are packed
@@ -169,6 +170,9 @@ def kernels(K: int, V: int, packed: bool) -> Iterator[tuple[str, Callable, tuple
     yield "cotangents", lambda p, do, S: backward(p, do, S, 1, True, None), (p, values, states(1))
     yield "first cotangent", lambda p, do, S: backward(p, do, S, 4, False, None), (p, values, states(4))
     yield "gradients", partial(gradients, **settings), (x, p, kept, d, values)
+    key, value, head = array(B, H, K), array(B, H, V), array(H, dtype=wide)
+    state, bias = array(B, H, K, V, dtype=wide), array(H, K, dtype=wide)
+    yield "step", partial(kda_step, **settings), (key, key, value, key, array(B, H), head, bias, state)
 
 
 def lowered(function: Callable, arguments: tuple) -> bytes:

@@ -16,7 +16,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -92,17 +93,39 @@ def measure_device() -> Device:
     return Device(kind, 2 * size / copy_ms * 1e3, 2 * side**3 / product_ms * 1e3)
 
 
-def measure(op: Any, device: Device, name: str, implementation: str) -> list[Row]:
-    """Both directions of one case."""
+def _directions(op: Any, maker: Any, name: str) -> Iterator[tuple[str, Callable, int, int]]:
+    """(direction, what makes it, bytes moved, FLOPs) of a case."""
     case = op.CASES[name]
-    inputs = op.inputs(case)
+    makers = maker.forward, maker.both
+    return zip(("forward", "both"), makers, op.traffic(case), op.work(case), strict=True)
+
+
+def compiled(op: Any, names: Sequence[str], implementations: Sequence[str]) -> dict[tuple, Any]:
+    """Programs by (implementation, case, direction), made side by side before any is timed."""
+
+    def program(implementation: str, name: str, make: Callable) -> Any:
+        case = op.CASES[name]
+        shapes = jax.eval_shape(lambda: op.inputs(case))
+        return jax.jit(make(implementation, case)).lower(*shapes).compile()
+
+    with ThreadPoolExecutor() as pool:
+        jobs = {
+            (implementation, name, direction): pool.submit(program, implementation, name, make)
+            for implementation in implementations
+            for name in names
+            for direction, make, *_ in _directions(op, op, name)
+        }
+        return {key: job.result() for key, job in jobs.items()}
+
+
+def measure(op: Any, device: Device, programs: dict[tuple, Any], implementation: str, name: str) -> list[Row]:
+    """Both directions of one case."""
+    inputs = op.inputs(op.CASES[name])
     rows = []
-    directions = zip(("forward", "both"), (op.forward, op.both), op.traffic(case), op.work(case), strict=True)
-    for direction, make, moved, flops in directions:
-        compiled = jax.jit(make(implementation, case)).lower(*inputs).compile()
-        memory: Any = compiled.memory_analysis()
-        extra = memory.temp_size_in_bytes / 2**30
-        ms, floor = milliseconds(compiled, inputs), 1e3 * moved / device.bytes_per_second
+    for direction, _, moved, flops in _directions(op, op, name):
+        program = programs[implementation, name, direction]
+        extra = program.memory_analysis().temp_size_in_bytes / 2**30
+        ms, floor = milliseconds(program, inputs), 1e3 * moved / device.bytes_per_second
         rows.append(Row(name, implementation, direction, ms, floor, flops, moved, extra))
     return rows
 
@@ -112,10 +135,7 @@ def measure_peer(op: Any, peer: Any, device: Device, name: str) -> list[Row]:
     case = op.CASES[name]
     inputs = peer.random(case)
     rows = []
-    directions = zip(
-        ("forward", "both"), (peer.forward, peer.both), op.traffic(case), op.work(case), strict=True
-    )
-    for direction, make, moved, flops in directions:
+    for direction, make, moved, flops in _directions(op, peer, name):
         run = make(case, inputs)
         replay = peer.replayed(run)
         ms, floor = milliseconds(replay, (), peer.wait), 1e3 * moved / device.bytes_per_second
@@ -224,17 +244,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = args.out or Path(op.__file__).parent / "results"
     folder.mkdir(parents=True, exist_ok=True)
 
-    device, rows, errors = measure_device(), [], {}
-    for implementation in chosen:
-        errors[implementation] = op.errors(implementation)
-        for name in args.case or op.CASES:
-            rows += measure(op, device, name, implementation)
+    names = list(args.case or op.CASES)
+    programs = compiled(op, names, chosen)
+    device, rows = measure_device(), []
+    errors = {implementation: op.errors(implementation) for implementation in chosen}
     if peer is not None:
         errors[peer.name] = op.peer_errors(peer)
-        peers = [row for name in args.case or op.CASES for row in measure_peer(op, peer, device, name)]
-        rows = [*beside(rows, peers), *peers]
+    for name in names:
+        ours = [row for x in chosen for row in measure(op, device, programs, x, name)]
+        peers = measure_peer(op, peer, device, name) if peer is not None else []
+        found = [*beside(ours, peers), *peers]
+        store(found, errors, device, folder)  # at once: a long run may be cut short
+        rows += found
     show(rows, errors, device, Console(width=None if sys.stdout.isatty() else 110))
-    store(rows, errors, device, folder)
     draw(rows, device, folder / "roofline.png")
     return 0
 

@@ -3,7 +3,8 @@
 import gzip
 import json
 
-from experiments.kda_training.run import PROFILED, device_events, draw, in_scope, shares
+from experiments.kda_training.run import PROFILED, draw, in_scope, shares
+from experiments.profiles import device_events
 
 PROGRAM = """
   %fusion.7 = bf16[8] fusion(%p), metadata={op_name="jit(step)/layers/kda_gated/mul" source_file="x.py"}

@@ -7,7 +7,6 @@ Writes tokens per second, peak memory and the ten longest kernels to results/ (o
 
 import argparse
 import collections
-import gzip
 import json
 import tempfile
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import jax
 
+from experiments.profiles import device_events
 from k3jax.flops import model_flops
 from k3jax.override import load
 from k3jax.parameters import counts
@@ -30,20 +30,8 @@ CONFIG = HERE.parents[1] / "configs" / "gpu_baseline.py"
 def kernels(folder: Path) -> list[tuple[str, float, int]]:
     """(name, total ms, calls) of every device kernel in a profile, longest first."""
     total: dict[str, list[float]] = collections.defaultdict(list)
-    for path in folder.rglob("*.trace.json.gz"):
-        with gzip.open(path) as file:
-            events = json.loads(file.read())["traceEvents"]
-        devices = {
-            e["pid"] for e in events
-            if e.get("name") == "process_name" and "/device:" in e["args"]["name"]
-        }  # fmt: skip
-        streams = {
-            (e["pid"], e["tid"]) for e in events
-            if e.get("name") == "thread_name" and e["pid"] in devices and "Stream" in e["args"]["name"]
-        }  # fmt: skip
-        for e in events:
-            if e.get("ph") == "X" and (e["pid"], e.get("tid")) in streams:
-                total[e["name"]].append(e["dur"] / 1e3)
+    for event in device_events(folder):
+        total[event["name"]].append(event["dur"] / 1e3)
     rows = [(name, sum(times), len(times)) for name, times in total.items()]
     return sorted(rows, key=lambda row: -row[1])
 

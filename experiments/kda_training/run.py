@@ -7,7 +7,6 @@ apart two such runs are anyway. Writes training.json and losses.png to results/ 
 """
 
 import argparse
-import gzip
 import json
 import re
 import tempfile
@@ -21,6 +20,7 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.profiles import device_events
 from k3jax.config import Config, replace
 from k3jax.override import load
 from k3jax.train.rundir import environment
@@ -43,23 +43,6 @@ def in_scope(program: str) -> set[str]:
     """Names of the instructions of a compiled program that stem from the op."""
     pattern = rf'^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name="[^"]*{SCOPE}'
     return set(re.findall(pattern, program, re.MULTILINE))
-
-
-def device_events(folder: Path) -> list[dict[str, Any]]:
-    """What ran on the device's streams, in a profile."""
-    found = []
-    for path in folder.rglob("*.trace.json.gz"):
-        with gzip.open(path) as file:
-            events = json.loads(file.read())["traceEvents"]
-        named = lambda kind, word, events=events: {
-            (e["pid"], e["tid"] if kind == "thread_name" else None)
-            for e in events
-            if e.get("name") == kind and word in e["args"]["name"]
-        }
-        devices = {pid for pid, _ in named("process_name", "/device:")}
-        streams = {place for place in named("thread_name", "Stream") if place[0] in devices}
-        found += [e for e in events if e.get("ph") == "X" and (e["pid"], e.get("tid")) in streams]
-    return found
 
 
 def shares(events: Sequence[dict[str, Any]], names: set[str]) -> dict[str, float]:

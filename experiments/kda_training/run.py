@@ -31,6 +31,7 @@ HERE = Path(__file__).parent
 CONFIG = HERE.parents[1] / "configs" / "gpu_baseline.py"
 RUNS = (("xla", 0), ("mosaic_gpu", 0), ("xla", 1))  # implementation, seed of the parameters
 SCOPE = "kda_gated"  # what the op calls its part of a program
+SMOOTHED = 10  # steps that a point of the curves is the mean of
 WARM, PROFILED = 10, 3  # steps before the clock starts, and under the profiler
 
 
@@ -87,8 +88,8 @@ def train(setup: Setup, step: Any, steps: int) -> dict[str, Any]:
     }
 
 
-def smooth(losses: Sequence[float], over: int = 10) -> np.ndarray:
-    return np.convolve(losses, np.ones(over) / over, mode="valid")
+def smooth(losses: Sequence[float]) -> np.ndarray:
+    return np.convolve(losses, np.ones(SMOOTHED) / SMOOTHED, mode="valid")
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
@@ -98,12 +99,13 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     first = smooth(runs[0]["losses"])
     for run, style in zip(runs, ("-", "--", ":"), strict=False):
         curve = smooth(run["losses"])
+        steps = np.arange(SMOOTHED, SMOOTHED + len(curve))
         label = f"{run['implementation']}, seed {run['seed']}"
-        above.plot(curve, style, label=label)
+        above.plot(steps, curve, style, label=label)
         if run is not runs[0]:
-            below.plot(curve - first, style, label=label, color=above.lines[-1].get_color())
-    above.set(yscale="log", ylabel="training loss", title="mean over 10 steps")
-    below.set(xlabel="step", ylabel=f"difference from {runs[0]['implementation']}, seed {runs[0]['seed']}")
+            below.plot(steps, curve - first, style, label=label, color=above.lines[-1].get_color())
+    above.set(yscale="log", ylabel="training loss", title=f"mean over {SMOOTHED} steps")
+    below.set(xlabel="step", ylabel=f"less {runs[0]['implementation']}, seed {runs[0]['seed']}")
     below.axhline(0, color="black", linewidth=0.5)
     for axes in (above, below):
         axes.legend(frameon=False)

@@ -123,6 +123,16 @@ def test_asking_for_them_elsewhere_is_an_error(op):
         op(*args, implementation="mosaic_gpu")
 
 
+@needs_new
+@pytest.mark.parametrize("at", range(4))
+def test_one_input_of_another_dtype_is_refused(at, monkeypatch):
+    monkeypatch.setattr(api, "why_not", on(HOPPER))
+    args = [jnp.asarray(x) for x in inputs(Case(1, 1, 1, 64, 64))][:7]
+    args[at] = args[at].astype(np.float32)
+    with pytest.raises(ValueError, match="it takes bfloat16 inputs, not float32"):
+        kda_gated(*args, implementation="mosaic_gpu")
+
+
 # ---- lowering ----
 
 

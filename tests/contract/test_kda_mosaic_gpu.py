@@ -53,27 +53,17 @@ def expected(args, segment_ids, cots):
 
 
 # Operands are rounded to 8 bits, 2e-3 each: once or twice on the way to a value, up to four times on the way
-# to a gradient. A_log's and dt_bias's gradients are sums over tokens whose terms mostly cancel.
+# to a gradient. A_log's and dt_bias's gradients are sums whose terms mostly cancel.
 VALUES, GRADIENTS, CANCELLING = 6e-3, 1e-2, 5e-2
 
 
-def assert_close(actual, wanted, args, logits):
-    """Errors of sums that may cancel to nothing are held against at least what their terms would come to if
-    they were added up at random.
-    """
+def assert_close(actual, wanted, logits):
     assert_agree(actual[0], wanted[0], VALUES, ("output", "final_state"))
-    dz, z = (np.asarray(x, np.float64) for x in (wanted[1][3], args[3]))
-    terms = {"a_log": np.linalg.norm(dz * (z + args[6])), "dt_bias": np.linalg.norm(dz)}
     # Where the gate is flat, 0 is its gradient, and any rounding is more than that.
     flat = {"gate_logits", "a_log", "dt_bias"} if logits == 1e4 else set()
     for name, got, right in zip(INPUTS, actual[1], wanted[1], strict=True):
-        if name in flat:
-            continue
-        if name in terms:
-            error = np.linalg.norm(got.astype(np.float64) - right)
-            assert error <= CANCELLING * max(terms[name], np.linalg.norm(right)), name
-        else:
-            assert_agree([got], [right], GRADIENTS, [name])
+        if name not in flat:
+            assert_agree([got], [right], CANCELLING if name in ("a_log", "dt_bias") else GRADIENTS, [name])
 
 
 # ---- which calls they take ----
@@ -212,7 +202,7 @@ def test_the_device_agrees_with_the_definition(T, packed, logits):
     assert_finite(actual)
     for other in again:
         jax.tree.map(np.testing.assert_array_equal, other, actual)
-    assert_close(actual, expected(args, case.segment_ids, cots), args, logits)
+    assert_close(actual, expected(args, case.segment_ids, cots), logits)
 
 
 # ---- interpreted ----
@@ -267,7 +257,7 @@ def test_agrees_with_the_definition(case, logits, interpret):
     cots = cotangents(args)
     actual = interpreted(interpret, args, case.segment_ids, cots)
     assert_finite(actual)
-    assert_close(actual, expected(args, case.segment_ids, cots), args, logits)
+    assert_close(actual, expected(args, case.segment_ids, cots), logits)
 
 
 @needs_new
@@ -282,7 +272,7 @@ def test_pieces_of_a_row_may_run_side_by_side(interpret, monkeypatch):
     args = inputs(case, -6.0)
     cots = cotangents(args)
     actual = interpreted(interpret, args, case.segment_ids, cots)
-    assert_close(actual, expected(args, case.segment_ids, cots), args, -6.0)
+    assert_close(actual, expected(args, case.segment_ids, cots), -6.0)
 
 
 @needs_new

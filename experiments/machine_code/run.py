@@ -34,6 +34,7 @@ from pallas_kernels.kda.mosaic_gpu.gradients import gradients
 from pallas_kernels.kda.mosaic_gpu.prepare import Inputs, Prepared, prepare
 from pallas_kernels.kda.mosaic_gpu.scan import Cotangents, Kept
 from pallas_kernels.kda.mosaic_gpu.step import kda_step
+from pallas_kernels.kda.mosaic_gpu.walk import Pieces
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = {  # K, V, whether rows are packed
@@ -158,17 +159,22 @@ def kernels(K: int, V: int, packed: bool) -> Iterator[tuple[str, Callable, tuple
         array(B, H, N, 128, K), array(B, H, N, 64, K), array(B, H, N, 64, 64), array(B, H, N, V, 64),
         array(B, H, N, K, dtype=wide), array(B, H, N, 64, 64), array(B, H, N, 2, 64, dtype=wide),
     )  # fmt: skip
+    row = Pieces(1, 0, 1)
     states = lambda pieces: array(B, H, pieces, V, K, dtype=wide)
     kept: Any = Kept(array(B, H, N, V, K), array(B, H, N, V, 64))
     d: Any = Cotangents(*kept, states(1))
     settings = {"scale": K**-0.5, "lower_bound": -5.0}
     yield "prepare", partial(prepare, **settings), (x,)
-    yield "outputs", lambda p, S: Forward("outputs")(p, S, 1, None), (p, states(1))
-    yield "states", lambda p, S: Forward("kept")(p, S, 1, None), (p, states(1))
-    yield "last state", lambda p, S: Forward("last")(p, S, 4, None), (p, states(4))
-    yield "transition", lambda p: Forward("transition")(p, None, 4, None), (p,)
-    yield "cotangents", lambda p, do, S: backward(p, do, S, 1, True, None), (p, values, states(1))
-    yield "first cotangent", lambda p, do, S: backward(p, do, S, 4, False, None), (p, values, states(4))
+    yield "outputs", lambda p, S: Forward("outputs")(p, S, row, None), (p, states(1))
+    yield "states", lambda p, S: Forward("kept")(p, S, row, None), (p, states(1))
+    yield "last state", lambda p, S: Forward("last")(p, S, Pieces(4, 0, 3), None), (p, states(3))
+    yield "transition", lambda p: Forward("transition")(p, None, Pieces(4, 1, 2), None), (p,)
+    yield "cotangents", lambda p, do, S: backward(p, do, S, row, True, None), (p, values, states(1))
+    yield (
+        "first cotangent",
+        lambda p, do, S: backward(p, do, S, Pieces(4, 1, 3), False, None),
+        (p, values, states(3)),
+    )
     yield "gradients", partial(gradients, **settings), (x, p, kept, d, values)
     key, value, head = array(B, H, K), array(B, H, V), array(H, dtype=wide)
     state, bias = array(B, H, K, V, dtype=wide), array(H, K, dtype=wide)

@@ -2,9 +2,11 @@
 
 import contextlib
 import inspect
+import itertools
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from pallas_kernels.kda import mosaic_gpu
@@ -27,15 +29,31 @@ def abstract_hopper(axes=("one",)):
 def interpreter(monkeypatch):
     """Pallas's interpreter, in which a race is an error: it only notes them, launch by launch.
 
-    A unit for each copy of a block: it takes copies of one unit to be done together.
+    A unit for each copy of a block: it takes copies of one unit to be done together. Alternatives of memory
+    with two names are compared tile by tile; it would take an access to one tile for one to all.
     """
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    launches, make = [], gpu_callbacks.GPURaceDetectionState
+    launches = []
+
+    class ByTile(gpu_callbacks.GPURaceDetectionState):
+        def _tile(self, key, access):
+            if key not in self.ref_union_members:
+                return key
+            union, alternative = self.ref_union_members[key]
+            place = tuple(itertools.takewhile(lambda x: isinstance(x, int | np.integer), access.range))
+            self.ref_union_members[key, place] = (union, place), alternative
+            return key, place
+
+        def check_read(self, thread, clock, key, access, source_info=None):
+            super().check_read(thread, clock, self._tile(key, access), access, source_info)
+
+        def check_write(self, thread, clock, key, access, source_info=None):
+            super().check_write(thread, clock, self._tile(key, access), access, source_info)
 
     def noted(*args, **kwargs):
-        launches.append(make(*args, **kwargs))
+        launches.append(ByTile(*args, **kwargs))
         return launches[-1]
 
     monkeypatch.setattr(gpu_callbacks, "GPURaceDetectionState", noted)

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda.mosaic_gpu.prepare import Prepared
-from pallas_kernels.kda.mosaic_gpu.walk import Walk, read_state, sizes_of, slot_of, stage, write_state
+from pallas_kernels.kda.mosaic_gpu.walk import Pieces, Walk, read_state, sizes_of, slot_of, stage, write_state
 from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     CHUNK,
     COLUMNS,
@@ -76,9 +76,9 @@ def _kernel(keep: bool, walk: Walk, *refs):
     walk.run(fetch, empty, compute)
 
 
-def backward(p: Prepared, do_BTHV, dS_BHGVK, pieces: int, keep: bool, interpret):
+def backward(p: Prepared, do_BTHV, dS_BHGVK, pieces: Pieces, keep: bool, interpret):
     B, T, H, K, V = sizes_of(p)
-    walk = Walk(pieces, T // CHUNK // pieces, K // TILE, V // TILE)
+    walk = Walk(pieces, T // CHUNK // pieces.of, K // TILE, V // TILE)
     N, stages, nk, nv = T // CHUNK, walk.stages, walk.nk, walk.nv
     out_type = [bfloat16(B, H, N, V, K), bfloat16(B, H, N, V, CHUNK)] if keep else []
     scratch = [
@@ -86,7 +86,7 @@ def backward(p: Prepared, do_BTHV, dS_BHGVK, pieces: int, keep: bool, interpret)
         plgpu.SMEM((stages, K), jnp.float32), tiles(stages, CHUNK, V),
         tiles(nv, nk + 1 if keep else 1, CHUNK, TILE), tiles(nv, TILE, TILE, dtype=jnp.float32, columns=32),
     ]  # fmt: skip
-    out_type = [*out_type, float32(B, H, pieces, V, K)]
+    out_type = [*out_type, float32(B, H, pieces.count, V, K)]
     name = "cotangents" if keep else "first_cotangent"
     launch = walk.launch(name, partial(_kernel, keep), (B, H), out_type, scratch, 5, interpret)
     return launch(*p[:3], p.whole_BHNK, do_BTHV, dS_BHGVK)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.kda.mosaic_gpu.warpgroup import CHUNK, COLUMNS, LOG2E, ROWS, columns, positions, rows
+from pallas_kernels.kda.mosaic_gpu.warpgroup import CHUNK, COLUMNS, LOG2E, ROWS, columns, rows
 
 HALF, QUARTER = 32, 16  # tokens; at a floor of -5, exponents over a quarter stay within 75
 
@@ -44,15 +44,16 @@ def segments(index_g, ids_s, b, n) -> Segments:
 class Sums:
     """The matrices that sum log-decays g_m over tokens m, for rows i; `one` is what they are made of.
 
+    `at` is (row, column) of every entry, and `same` which are of one segment, or None for all.
+
     Pairs of tokens i > j factor at a token between them: at the end of the first half where they are in
     different halves (`half`), at the end of their half's first quarter where they are in its two quarters
     (`quarter`); both exponents are sums to that end, at most 0. In one quarter both are sums from its
     beginning (`own`), and the column's is negated. So no exponent depends on a later token than the row's.
     """
 
-    def __init__(self, opaque, same, one: float = 1.0, dtype=jnp.bfloat16):
-        self.i, self.j = positions(opaque)
-        self.same, self._one, self._dtype = same, one, dtype
+    def __init__(self, at, same, one: float = 1.0, dtype=jnp.bfloat16):
+        (self.i, self.j), self.same, self._one, self._dtype = at, same, one, dtype
 
     def _matrix(self, chosen):
         chosen = chosen if self.same is None else chosen & self.same

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda.mosaic_gpu.prepare import Prepared
-from pallas_kernels.kda.mosaic_gpu.walk import Walk, read_state, sizes_of, slot_of, stage, write_state
+from pallas_kernels.kda.mosaic_gpu.walk import Pieces, Walk, read_state, sizes_of, slot_of, stage, write_state
 from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     CHUNK,
     COLUMNS,
@@ -132,11 +132,11 @@ class Forward(NamedTuple):
 
         walk.run(fetch, empty, compute)
 
-    def __call__(self, p: Prepared, S_BHGVK, pieces: int, interpret):
+    def __call__(self, p: Prepared, S_BHGVK, pieces: Pieces, interpret):
         B, T, H, K, V = sizes_of(p)
         V = K if self.transition else V
-        walk = Walk(pieces, T // CHUNK // pieces, K // TILE, V // TILE)
-        N, last = T // CHUNK, float32(B, H, pieces, V, K)
+        walk = Walk(pieces, T // CHUNK // pieces.of, K // TILE, V // TILE)
+        N, last = T // CHUNK, float32(B, H, pieces.count, V, K)
         out_type = [last]
         if self.outputs:
             out_type = [bfloat16(B, T, H, V), last]

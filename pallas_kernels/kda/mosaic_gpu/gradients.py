@@ -26,6 +26,7 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     columns,
     float32,
     load,
+    positions,
     products,
     rows,
     split,
@@ -324,7 +325,7 @@ def _kernel(sizes, scale, lower_bound, packed, *refs):
     R_v, do_v, written_v = ([x.at[v] for v in range(nv)] for x in (R_s, do_s, written_s))
     rate = rate_g[h]
     segments = lambda: decay.segments(ids_g[0], ids_s, b, n) if packed else decay.NONE
-    sums = lambda: decay.Sums((rate < 0).astype(jnp.int32), segments().same)
+    sums = lambda: decay.Sums(positions((rate < 0).astype(jnp.int32)), segments().same)
     plgpu.barrier_wait(shared)
     q_C, k_C = load(norm_s.at[0], ROWS), load(norm_s.at[1], ROWS)
     part = _Part(

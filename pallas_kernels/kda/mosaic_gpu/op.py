@@ -68,8 +68,8 @@ def _backward(scale, lower_bound, interpret, residuals, d_outputs):
     p = prepare(x, scale, lower_bound, interpret)
     do, count = pad(do, *x.v_BTHV.shape), pieces(S_BHKV.shape[0] * S_BHKV.shape[1], x.chunks)
     before, transition = starts(p, _turned_state(S_BHKV), count, interpret)
-    kept = states(p, before, count, interpret)
-    d = cotangents(p, do, _turned_state(dS_BHKV), transition, interpret)
+    kept = states(p, before, interpret)
+    d = cotangents(p, do, _turned_state(dS_BHKV), count, transition, interpret)
     g = gradients(x, p, kept, d, do, scale, lower_bound, interpret)
     # beta's logit moves it by beta (1 - beta), and `g.beta_BHT` is beta squared times its gradient: nothing
     # where beta squared is, and its inverse overflows.

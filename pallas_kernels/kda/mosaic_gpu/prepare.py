@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -16,6 +17,7 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     CHUNK,
     COLUMNS,
     LOG2E,
+    MATRIX,
     PARAMS,
     ROWS,
     TILE,
@@ -24,6 +26,7 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     columns,
     float32,
     load,
+    positions,
     products,
     rows,
     tiles,
@@ -83,7 +86,9 @@ class _Chunk(NamedTuple):
     me: Any  # which warpgroup of the chunk
     nk: int
     rate: Any
-    tiles_s: Any
+    tiles_s: Any  # queries and keys, later their unit vectors; logits, later near keys, later values
+    factors_s: Any  # of keys and of queries
+    factors16_s: Any  # the same memory
     g_s: Any
     met: Any
 
@@ -95,9 +100,16 @@ class _Chunk(NamedTuple):
         return (self.rate < -1.0 * stage).astype(jnp.int32)
 
     def tiles(self, stage: int):
-        """Of shared memory: queries, keys; two or three tiles of factors; and log-decays."""
+        """Of shared memory: queries, keys; factors of keys, of queries, of near keys; and log-decays."""
         at = self.at + self.zero(stage)
-        return *(self.tiles_s.at[at, place] for place in range(5)), self.g_s.at[at]
+        tiles = [self.tiles_s.at[at, place] for place in range(3)]
+        return *tiles[:2], *(self.factors_s.at[at, place] for place in range(2)), tiles[2], self.g_s.at[at]
+
+    def narrow(self, stage: int):
+        """The same; the factors' places as float16."""
+        q_s, k_s, _, _, _, g_s = self.tiles(stage)
+        at = self.at + self.zero(stage)
+        return q_s, k_s, self.factors16_s.at[at, 0], self.factors16_s.at[at, 1], g_s
 
     def mine(self, *refs):
         """This warpgroup's channels of them, 32 by 32."""
@@ -126,31 +138,48 @@ def _joins(places, size: int):
     return rows(first, CHUNK) == columns(j_C & -size)
 
 
+def _added(T, left, right):
+    """T + left right."""
+    return T + products([(left, right)])[0]
+
+
 def _inverse(A, a16, t16, places):
     """(I + A)^-1 of a strictly lower triangular A, by doubling; `a16` and `t16` are free memory.
 
-    From blocks of size s, T <- T - T A T gives those of 2 s where the product lies in the lower left of
-    a pair. Keys are unit vectors and beta < 1, so no entry of T is above 1: float16 holds it.
+    From blocks of size s, T <- T - T A T gives those of 2 s, with T A in the lower left of each pair only.
+    Keys are unit vectors and beta < 1, so no entry of T is above 1: float16 holds it.
     """
-    a16[...] = A.astype(jnp.float16)
+    a16[...] = (-A).astype(jnp.float16)
     plgpu.commit_smem()
     T = jnp.where(_joins(places, 1), -A, 0.0)
     T = jnp.where(rows(places[0], CHUNK) == columns(places[1]), 1.0, T)
-    for size in (2, 4, 8, 16, 32):
-        narrow = T.astype(jnp.float16)
-        plgpu.commit_smem()
-        t16[...] = narrow
+    # Left to itself, the compiler would choose among float16 numbers, one by one.
+    narrow = lambda x: lax.optimization_barrier(x).astype(jnp.float16)
 
-        def by_A(total, narrow=narrow):
-            """T becomes visible to the next product while this one is under way."""
-            plgpu.wgmma(total, narrow, a16)
+    def by_A(T16, a16):
+        """What was written becomes visible to the next product while this one is under way."""
+
+        def run(total):
+            plgpu.wgmma(total, T16, a16)
             plgpu.commit_smem()
             return total[...]
 
-        x = pl.run_scoped(by_A, plgpu.WGMMAAccumulatorRef((CHUNK, CHUNK)))
-        (x,) = products([(x.astype(jnp.float16), t16)])
-        T = jnp.where(_joins(places, size), T - x, T)
-    return T
+        return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((CHUNK, a16.shape[1])))
+
+    for size in (2, 4, 8, 16):
+        T16 = narrow(T)
+        plgpu.commit_smem()
+        t16[...] = T16
+        x = jnp.where(_joins(places, size), by_A(T16, a16), 0.0)
+        T = _added(T, narrow(x), t16)
+    # The last step needs no mask: the right half of T has nothing in the upper rows.
+    early, late = pl.ds(0, HALF), pl.ds(HALF, HALF)
+    left, right = (lax.slice(T, (0, at), (CHUNK, at + HALF)) for at in (0, HALF))
+    T16 = narrow(left)
+    plgpu.commit_smem()
+    t16[:, early] = T16
+    left = _added(left, narrow(by_A(narrow(right), a16.at[late, early])), t16.at[early, early])
+    return lax.concatenate([left, right], 1)
 
 
 def _decays(z, bias_K, rate, lower_bound: float):
@@ -160,8 +189,8 @@ def _decays(z, bias_K, rate, lower_bound: float):
     return jnp.square(lax.rsqrt(part + x))
 
 
-def _norms(me: _Chunk, scale, dot_s, real_C):
-    """1 / |q|, with the scale, and 1 / |k| of the rows; returns when both warpgroups are here."""
+def _norms(me: _Chunk, dot_s, real_C):
+    """1 / |q| (0 at padding) and 1 / |k| of the rows; returns when both warpgroups are here."""
     q_s, k_s, *_ = me.tiles(0)
     for x, ref in enumerate((q_s, k_s)):
         dot_s[me.me, x] = sum(jnp.sum(jnp.square(load(part)), axis=1) for (part,) in me.mine(ref))
@@ -169,19 +198,30 @@ def _norms(me: _Chunk, scale, dot_s, real_C):
     q_C, k_C = (
         lax.rsqrt(sum(load(dot_s.at[half, x], ROWS) for half in range(SPLIT)) + 1e-6) for x in range(2)
     )
-    return scale * q_C if real_C is None else scale * q_C * real_C, k_C
+    return q_C if real_C is None else q_C * real_C, k_C
+
+
+def _put_unit(ref, x):
+    """A part of a unit vector in float16, in memory of bfloat16."""
+    ref[...] = lax.bitcast_convert_type(x.astype(jnp.float16), jnp.bfloat16)
+
+
+def _unit(ref):
+    """What `_put_unit` put."""
+    return lax.bitcast_convert_type(plgpu.layout_cast(ref[...], MATRIX), jnp.float16)
 
 
 def _scores(me: _Chunk, matrices, own, norms, fetch):
     """Of pairs of tokens, undefined above the diagonal: of keys, in the second warpgroup of queries.
 
-    `fetch` is called when a tile is free.
+    Leaves unit vectors in the places of queries and keys. `fetch` is called when a tile is free.
     """
-    (half, quarter, _), (q_C, k_C) = matrices, norms
+    (quarter, upto, after), (q_C, k_C) = matrices, norms
+    early, late = pl.ds(0, HALF), pl.ds(HALF, HALF)
+    to_end = lambda g_s: [(quarter, g_s)]
+    to_middle = lambda g_s: [(after.at[:, early], g_s.at[early]), (upto.at[:, late], g_s.at[late])]
 
-    def score(place: int, stage: int):
-        here = me.tiles_s.at[me.at + me.zero(stage)]
-        left, right = here.at[2 + me.me], here.at[place]
+    def score(left, right):
         return products([(left.at[c], turned(right.at[c])) for c in range(me.nk)])[0]
 
     for q_s, k_s, key_s, query_s, near_s, g_s in me.mine(*me.tiles(1)):
@@ -189,40 +229,55 @@ def _scores(me: _Chunk, matrices, own, norms, fetch):
         q, k, decay = load(q_s) * rows(q_C, WIDTH), load(k_s) * rows(k_C, WIDTH), jnp.exp2(x)
         near_s[...] = (k * jnp.exp2(-x)).astype(jnp.bfloat16)
         key_s[...], query_s[...] = (k * decay).astype(jnp.bfloat16), (q * decay).astype(jnp.bfloat16)
+        _put_unit(q_s, q)
+        _put_unit(k_s, k)
     me.meet(1)
-    scores = score(4, 2)
-    for at, (matrix, size) in enumerate(((quarter, QUARTER), (half, HALF))):
-        first, stage = True, 3 + 2 * at
-        for q_s, k_s, key_s, query_s, _, g_s in me.mine(*me.tiles(stage)):
-            (x,) = products([(matrix, g_s)])
+    at = me.at + me.zero(2)
+    scores = score(me.factors_s.at[at, me.me], me.tiles_s.at[at, 2])
+    for turn, (spans, size) in enumerate(((to_end, QUARTER), (to_middle, HALF))):
+        first, stage = True, 3 + 2 * turn
+        for q_s, k_s, key_s, query_s, g_s in me.mine(*me.narrow(stage)):
+            (x,) = products(spans(g_s))
             if first:
-                me.meet(2 + 2 * at)  # the scores before have been read
+                me.meet(2 + 2 * turn)  # the scores before have been read
             first = False
-            decay = jnp.exp2(x)
-            key_s[...] = (load(k_s) * rows(k_C, WIDTH) * decay).astype(jnp.bfloat16)
-            query_s[...] = (load(q_s) * rows(q_C, WIDTH) * decay).astype(jnp.bfloat16)
-        if at == 0:
+            decay = jnp.exp2(x).astype(jnp.float16)
+            key_s[...], query_s[...] = _unit(k_s) * decay, _unit(q_s) * decay
+        if turn == 0:
             fetch()
-        me.meet(3 + 2 * at)
-        scores = jnp.where(_joins(me.places(stage), size), score(2, stage + 1), scores)
+        me.meet(3 + 2 * turn)
+        at = me.at + me.zero(stage + 1)
+        here = score(me.factors16_s.at[at, me.me], me.factors16_s.at[at, 0, :, pl.ds(0, CHUNK - size)])
+        scores = _joined(scores, here, size, me.places(stage)[0])
     me.meet(6)
     return scores
 
 
-def _ends(me: _Chunk, upto, after, norms, seg: decay.Segments):
+def _joined(scores, here, size: int, i_C):
+    """`here`, of pairs of blocks of a size, in its place: columns of the first, rows from the second on."""
+    pieces = []
+    for at in range(0, CHUNK, size):
+        part = lax.slice(scores, (0, at), (CHUNK, at + size))
+        if at // size % 2 == 0:
+            later = rows(i_C, size) >= at + size
+            part = jnp.where(later, lax.slice(here, (0, at), (CHUNK, at + size)), part)
+        pieces.append(part)
+    return lax.concatenate(pieces, 1)
+
+
+def _ends(me: _Chunk, upto, after, scale, seg: decay.Segments):
     """Leaves q_in and k_in in the places of queries and keys, and k_out in that of their factors."""
-    q_C, k_C = norms
     for q_s, k_s, _, out_s, _, g_s in me.mine(*me.tiles(8)):
         (x,) = products([(upto, g_s)])
         enter = jnp.exp2(x)
         if seg.enters_C is not None:
             enter = enter * rows(seg.enters_C, WIDTH)
-        q_s[...] = (load(q_s) * rows(q_C, WIDTH) * enter).astype(jnp.bfloat16)
+        q_s[...] = (_unit(q_s).astype(jnp.float32) * (enter * scale)).astype(jnp.bfloat16)
         (x,) = products([(after, g_s)])
         leave = jnp.exp2(x)
         if seg.leaves_C is not None:
             leave = leave * rows(seg.leaves_C, WIDTH)
-        k = load(k_s) * rows(k_C, WIDTH)
+        k = _unit(k_s).astype(jnp.float32)
         k_s[...], out_s[...] = (k * enter).astype(jnp.bfloat16), (k * leave).astype(jnp.bfloat16)
     me.meet(7)
 
@@ -230,66 +285,67 @@ def _ends(me: _Chunk, upto, after, norms, seg: decay.Segments):
 def _kernel(sizes, scale, lower_bound, packed, *refs):
     """Two chunks of one head of one row."""
     nk, count = sizes[3] // TILE, 9 if packed else 7
+    sums_g, *refs = refs
     x: Any = Inputs(*refs[:count], *([] if packed else [None, None]))
     out: Any = Prepared(*refs[count : count + 7])
-    tiles_s, g_s, *vectors, ready, came, met, matrices_s, made = refs[count + 7 :]
+    tiles_s, ((factors_s,), (factors16_s,)), g_s, *vectors_s, sums_s, ready, later, came, shared, met = refs[
+        count + 7 :
+    ]
     warpgroup = lax.axis_index("warpgroup")
     at, mine = warpgroup // SPLIT, warpgroup % SPLIT
-    b, h, n = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("pair") * CHUNKS + at
-    vectors = [ref.at[at] for ref in vectors]
-    beta_s, bias_s, _, _, _, *ids_s = vectors
+    b, h, first = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("pair") * CHUNKS
+    vectors = lambda at: [ref.at[at] for ref in vectors_s]
 
-    @pl.when(mine == 0)
-    def _():
-        tokens = pl.ds(n * CHUNK, CHUNK)
-        for source, place in ((x.z_BTHK, 4), (x.q_BTHK, 0), (x.k_BTHK, 1)):
-            for c in range(nk):
-                target = tiles_s.at[at, place, c]
-                plgpu.copy_gmem_to_smem(source.at[b, tokens, h, channels(c)], target, ready.at[at])
-        plgpu.copy_gmem_to_smem(x.beta_BHT.at[b, h, tokens], beta_s, ready.at[at])
+    def fetch(at: int):
+        tokens, (beta_s, bias_s, _, _, _, *ids_s) = pl.ds((first + at) * CHUNK, CHUNK), vectors(at)
         plgpu.copy_gmem_to_smem(x.bias_HK.at[h], bias_s, ready.at[at])
         for source, target in zip((x.index_BT, x.real_BT), ids_s, strict=False):  # of packed rows
             plgpu.copy_gmem_to_smem(source.at[b, tokens], target, ready.at[at])
+        for source, place, arrival in ((x.z_BTHK, 2, ready), (x.q_BTHK, 0, later), (x.k_BTHK, 1, later)):
+            for c in range(nk):
+                target = tiles_s.at[at, place, c]
+                plgpu.copy_gmem_to_smem(source.at[b, tokens, h, channels(c)], target, arrival.at[at])
+        plgpu.copy_gmem_to_smem(x.beta_BHT.at[b, h, tokens], beta_s, later.at[at])
 
-    sums = decay.Sums(0, None, -UNIT, jnp.float16)
-    for place, matrix in enumerate((sums.half, sums.quarter, sums.upto)):
+    @pl.when(warpgroup == 0)
+    def _():
+        """In order: the first chunk need not wait for the second, and they do not stay in step."""
+        fetch(0)
+        plgpu.copy_gmem_to_smem(sums_g, sums_s, shared)
+        fetch(1)
 
-        @pl.when(warpgroup == place)
-        def _(place=place, matrix=matrix):
-            matrices_s[place] = matrix()
-
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(made)
-    plgpu.barrier_wait(made)
     plgpu.barrier_wait(ready.at[at])
-    me = _Chunk(at, mine, nk, x.rate_H[h], tiles_s, g_s, met)
-    matrices = [matrices_s.at[place] for place in range(3)]
-    _chunk(x, out, (b, h, n), me, matrices, vectors, came, scale, lower_bound)
+    me = _Chunk(at, mine, nk, x.rate_H[h], tiles_s, factors_s, factors16_s, g_s, met)
+    barriers = later.at[at], shared, came
+    _chunk(x, out, (b, h, first + at), me, sums_s, vectors(at), barriers, scale, lower_bound)
 
 
-def _chunk(x: Any, out: Any, where, me: _Chunk, matrices, vectors, came, scale, lower_bound):
+def _chunk(x: Any, out: Any, where, me: _Chunk, sums_s, vectors, barriers, scale, lower_bound):
     """One chunk of one head of one row."""
+    (later, shared, came), matrices = barriers, [sums_s.at[place] for place in range(3)]
     (b, h, n), at, mine, nk, packed = where, me.at, me.me, me.nk, x.index_BT is not None
     nv, tokens = out.u_BHNVC.shape[3] // TILE, pl.ds(n * CHUNK, CHUNK)
     beta_s, bias_s, whole_s, norm_s, dot_s, *ids_s = vectors
     q_s, k_s, key_s, out_s, v_s, g_s = me.tiles(0)
     z_s = v_s
     segments = lambda: decay.segments(x.index_BT, ids_s, b, n) if packed else decay.NONE
-    sums = lambda stage, same: decay.Sums(me.zero(stage), same, -UNIT, jnp.float16)
     seg = segments()
     for p, (z, g) in enumerate(me.mine(z_s, g_s)):
         bias = load(bias_s.at[pl.ds((mine * nk + p) * WIDTH, WIDTH)], COLUMNS)
         steps = _decays(load(z), bias, me.rate, lower_bound)
         g[...] = (steps * rows(seg.real_C, WIDTH) if packed else steps).astype(jnp.float16)
-    q_C, k_C = _norms(me, scale, dot_s, seg.real_C)
+    plgpu.barrier_wait(later)
+    q_C, k_C = _norms(me, dot_s, seg.real_C)
 
     @pl.when(mine == 0)
     def _():
-        norm_s[0], norm_s[1] = q_C, k_C
+        norm_s[0], norm_s[1] = q_C * scale, k_C
+
+    plgpu.barrier_wait(shared)
 
     @pl.when(mine < nk)
     def _():
-        last = matrices[2].at[pl.ds(CHUNK - WIDTH, WIDTH)]
+        last = matrices[1].at[pl.ds(CHUNK - WIDTH, WIDTH)]
         (total,) = products([(turned(g_s.at[mine]), turned(last))])
         whole = jnp.exp2(jnp.min(total, axis=1))  # running sums only fall
         whole_s[channels(mine)] = whole * seg.through if packed else whole
@@ -302,8 +358,9 @@ def _chunk(x: Any, out: Any, where, me: _Chunk, matrices, vectors, came, scale, 
             source = x.v_BTHV.at[b, tokens, h, channels(mine)]
             plgpu.copy_gmem_to_smem(source, v_s.at[mine], came.at[at * SPLIT + mine])
 
-    scores = _scores(me, matrices, sums(1, segments().same).own(), (q_C, k_C), fetch)
-    _ends(me, matrices[2], sums(8, None).after(), (q_C, k_C), segments())
+    own = _sums(positions(me.zero(1)), segments().same).own()
+    scores = _scores(me, matrices, own, (q_C, k_C), fetch)
+    _ends(me, *matrices[1:], scale, segments())
 
     @pl.when(mine < nk)
     def _():
@@ -324,7 +381,7 @@ def _chunk(x: Any, out: Any, where, me: _Chunk, matrices, vectors, came, scale, 
 
     @pl.when(mine == 1)
     def _():
-        pair[...] = only(rows(i_C, CHUNK) >= columns(j_C)).astype(jnp.bfloat16)
+        pair[...] = (only(rows(i_C, CHUNK) >= columns(j_C)) * scale).astype(jnp.bfloat16)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(pair, out.pair_BHNCC.at[b, h, n])
 
@@ -374,12 +431,20 @@ def _chunk(x: Any, out: Any, where, me: _Chunk, matrices, vectors, came, scale, 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
+def _sums(at, same) -> decay.Sums:
+    """Of log-decays that are negated and in units."""
+    return decay.Sums(at, same, -UNIT, jnp.float16)
+
+
 def prepare(x: Inputs, scale: float, lower_bound: float, interpret=None) -> Prepared:
     """Decays, pairs and the triangular inverse of every chunk; queries have the scale in them."""
     B, T, H, K, V = x.sizes
     N, nk, packed = T // CHUNK, K // TILE, x.index_BT is not None
+    sums = _sums(np.indices((CHUNK, CHUNK)), None)
+    sums_XCC = jnp.stack([sums.quarter(), sums.upto(), sums.after()])  # to make them there costs a tenth
     vector = lambda *shape, dtype=jnp.float32: plgpu.SMEM((CHUNKS, *shape), dtype)
     # One swizzle for all: both operands of a product need the same, and half a tile of columns is written.
+    whole = partial(tiles, columns=WIDTH)
     half = partial(tiles, dtype=jnp.float16, columns=WIDTH)
     return Prepared(*plgpu.kernel(
         partial(_kernel, x.sizes, scale, lower_bound, packed),
@@ -389,15 +454,19 @@ def prepare(x: Inputs, scale: float, lower_bound: float, interpret=None) -> Prep
             float32(B, H, N, 2, CHUNK),
         ),
         scratch_types=[
-            tiles(CHUNKS, 5, 2, CHUNK, TILE, columns=WIDTH), half(CHUNKS, 2, CHUNK, TILE),
+            whole(CHUNKS, 3, 2, CHUNK, TILE),
+            plgpu.RefUnion([whole(CHUNKS, 2, 2, CHUNK, TILE)], [half(CHUNKS, 2, 2, CHUNK, TILE)]),
+            half(CHUNKS, 2, CHUNK, TILE),
             vector(CHUNK), vector(K), vector(K), vector(2, CHUNK), vector(SPLIT, 2, CHUNK),
             *([vector(CHUNK, dtype=jnp.int32), vector(CHUNK)] if packed else []),
-            plgpu.Barrier(num_arrivals=3 * nk + 2 + 2 * packed, num_barriers=CHUNKS),
+            half(3, CHUNK, CHUNK),
+            plgpu.Barrier(num_arrivals=nk + 1 + 2 * packed, num_barriers=CHUNKS),
+            plgpu.Barrier(num_arrivals=2 * nk + 1, num_barriers=CHUNKS),
             plgpu.Barrier(num_barriers=CHUNKS * SPLIT),
+            plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=SPLIT, num_barriers=CHUNKS * 2),
-            half(3, CHUNK, CHUNK), plgpu.Barrier(num_arrivals=CHUNKS * SPLIT),
         ],
         grid=(N // CHUNKS, H, B), grid_names=("pair", "head", "row"),
         num_threads=CHUNKS * SPLIT, thread_name="warpgroup", kernel_name="kda_prepare",
         compiler_params=PARAMS, interpret=interpret,
-    )(*(y for y in x if y is not None)))  # fmt: skip
+    )(sums_XCC, *(y for y in x if y is not None)))  # fmt: skip

@@ -9,7 +9,7 @@ from jax import lax
 from pallas_kernels.kda.mosaic_gpu.backward import backward
 from pallas_kernels.kda.mosaic_gpu.forward import Forward
 from pallas_kernels.kda.mosaic_gpu.prepare import Prepared
-from pallas_kernels.kda.mosaic_gpu.walk import STAGES
+from pallas_kernels.kda.mosaic_gpu.walk import STAGES, Pieces
 
 
 class Kept(NamedTuple):
@@ -33,8 +33,8 @@ class Cotangents(NamedTuple):
 def pieces(heads: int, chunks: int) -> int:
     """How many pieces a row is cut into, from how many heads all rows have and how many chunks a row has.
 
-    A piece is gone through three times: from nothing, from the identity, and from the state that follows.
-    That pays where a block for each head leaves most of the card idle.
+    Most pieces are gone through three times: from nothing, from the identity, and from the state that
+    follows. That pays where a block for each head leaves most of the card idle.
     """
     for most, wanted in ((16, 8), (32, 4)):
         if heads <= most:
@@ -44,51 +44,61 @@ def pieces(heads: int, chunks: int) -> int:
     return 1
 
 
-def _joined(first_BHVK, transition_BHGKK, ends_BHGVK):
-    """The state before each piece: the one before the last piece carried on, and what that piece adds."""
+def _seeds(S_BHVK, count: int):
+    """What `count` pieces start from: the first from S, the others from nothing."""
+    return jnp.pad(S_BHVK[:, :, None], ((0, 0), (0, 0), (0, count - 1), (0, 0), (0, 0)))
+
+
+def _joined(S_BHVK, ends_BHGVK, transition_BHGKK):
+    """What each piece starts from: S, the first one's end, then that carried on with what others add."""
 
     def step(S, piece):
         transition, end = piece
-        return jnp.einsum("bhvk,bhkj->bhvj", S, transition, precision=lax.Precision.HIGHEST) + end, S
+        S = jnp.einsum("bhvk,bhkj->bhvj", S, transition, precision=lax.Precision.HIGHEST) + end
+        return S, S
 
     by_piece = lambda x: jnp.moveaxis(x, 2, 0)
-    _, before = lax.scan(step, first_BHVK, (by_piece(transition_BHGKK), by_piece(ends_BHGVK)))
-    return jnp.moveaxis(before, 0, 2)
+    second, later = ends_BHGVK[:, :, 0], by_piece(ends_BHGVK[:, :, 1:])
+    _, others = lax.scan(step, second, (by_piece(transition_BHGKK), later))
+    return jnp.concatenate([S_BHVK[:, :, None], second[:, :, None], jnp.moveaxis(others, 0, 2)], 2)
 
 
-def starts(p: Prepared, S_BHVK, count: int, interpret=None) -> tuple[jax.Array, jax.Array | None]:
-    """(the state before each of `count` pieces of a row [B, H, G, V, K], the pieces' transitions)."""
+def starts(p: Prepared, S_BHVK, count: int, interpret=None) -> tuple[jax.Array, jax.Array]:
+    """The state before each of `count` pieces of a row, and the maps of it by all but the first and last."""
+    B, H, _, K = S_BHVK.shape
+    transition = jnp.zeros((B, H, 0, K, K), jnp.float32)
     if count == 1:
-        return S_BHVK[:, :, None], None
-    (transition,) = Forward("transition")(p, None, count, interpret)
-    nothing = jnp.zeros((*S_BHVK.shape[:2], count, *S_BHVK.shape[2:]), jnp.float32)
-    (ends,) = Forward("last")(p, nothing, count, interpret)
-    return _joined(S_BHVK, transition, ends), transition
+        return S_BHVK[:, :, None], transition
+    if count > 2:
+        (transition,) = Forward("transition")(p, None, Pieces(count, 1, count - 2), interpret)
+    seeds = _seeds(S_BHVK, count - 1)
+    (ends,) = Forward("last")(p, seeds, Pieces(count, 0, count - 1), interpret)
+    return _joined(S_BHVK, ends, transition), transition
 
 
 def outputs(p: Prepared, S_BHVK, interpret=None) -> tuple[jax.Array, jax.Array]:
     """(o_BTHV, the last state, float32 [B, H, V, K]) from the first state."""
     count = pieces(*_blocks(p))
     S_BHGVK, _ = starts(p, S_BHVK, count, interpret)
-    o, last = Forward("outputs")(p, S_BHGVK, count, interpret)
+    o, last = Forward("outputs")(p, S_BHGVK, Pieces(count, 0, count), interpret)
     return o, last[:, :, -1]
 
 
-def states(p: Prepared, S_BHGVK, count: int, interpret=None) -> Kept:
+def states(p: Prepared, S_BHGVK, interpret=None) -> Kept:
     """What each chunk found and what it wrote, from the state before each piece."""
-    return Kept(*Forward("kept")(p, S_BHGVK, count, interpret))
+    count = S_BHGVK.shape[2]
+    return Kept(*Forward("kept")(p, S_BHGVK, Pieces(count, 0, count), interpret))
 
 
-def cotangents(p: Prepared, do_BTHV, dS_BHVK, transition_BHGKK, interpret=None) -> Cotangents:
-    """From those of the output and of the last state, over the pieces that `starts` gave transitions of."""
-    if transition_BHGKK is None:
-        return Cotangents(*backward(p, do_BTHV, dS_BHVK[:, :, None], 1, True, interpret))
-    count = transition_BHGKK.shape[2]
-    nothing = jnp.zeros((*dS_BHVK.shape[:2], count, *dS_BHVK.shape[2:]), jnp.float32)
-    (begins,) = backward(p, do_BTHV, nothing, count, False, interpret)
-    back = lambda x: jnp.flip(x, 2)
-    after = _joined(dS_BHVK, back(jnp.swapaxes(transition_BHGKK, 3, 4)), back(begins))
-    return Cotangents(*backward(p, do_BTHV, back(after), count, True, interpret))
+def cotangents(p: Prepared, do_BTHV, dS_BHVK, count: int, transition_BHGKK, interpret=None) -> Cotangents:
+    """From those of the output and of the last state, with the transitions that `starts` gave."""
+    after, back = dS_BHVK[:, :, None], lambda x: jnp.flip(x, 2)
+    if count > 1:
+        seeds = back(_seeds(dS_BHVK, count - 1))
+        (begins,) = backward(p, do_BTHV, seeds, Pieces(count, 1, count - 1), False, interpret)
+        transposed = jnp.swapaxes(transition_BHGKK, 3, 4)
+        after = back(_joined(dS_BHVK, back(begins), back(transposed)))
+    return Cotangents(*backward(p, do_BTHV, after, Pieces(count, 0, count), True, interpret))
 
 
 def _blocks(p: Prepared) -> tuple[int, int]:

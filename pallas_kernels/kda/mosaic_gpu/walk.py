@@ -23,10 +23,18 @@ def slot_of(n, count: int):
     return lax.rem(n, jnp.array(count, n.dtype))
 
 
+class Pieces(NamedTuple):
+    """Those of a row's that are gone through: `count` from the first one on, of `of`."""
+
+    of: int
+    first: int
+    count: int
+
+
 class Walk(NamedTuple):
     """The chunks that a block goes through: those of one piece of a row, for one head."""
 
-    pieces: int  # of a row
+    pieces: Pieces
     chunks: int  # of a piece
     nk: int  # tiles of key channels
     nv: int  # and of value channels: as many warpgroups compute
@@ -36,9 +44,9 @@ class Walk(NamedTuple):
         return min(STAGES, self.chunks)
 
     def place(self):
-        """(row, head, piece, its first chunk)"""
+        """(row, head, which of the pieces gone through, its first chunk)"""
         b, h, g = (lax.axis_index(name) for name in ("row", "head", "piece"))
-        return b, h, g, g * self.chunks
+        return b, h, g, (g + self.pieces.first) * self.chunks
 
     def run(self, fetch, empty, compute) -> None:
         """The last warpgroup fetches chunk after chunk as slots become free; the others compute."""
@@ -77,7 +85,7 @@ class Walk(NamedTuple):
                 plgpu.Barrier(num_arrivals=self.nv, num_barriers=stages),
                 plgpu.Barrier(num_barriers=self.nv),
             ],
-            grid=(H, self.pieces, B), grid_names=("head", "piece", "row"),
+            grid=(H, self.pieces.count, B), grid_names=("head", "piece", "row"),
             num_threads=self.nv + 1, thread_name="warpgroup", kernel_name=f"kda_{name}",
             compiler_params=PARAMS, interpret=interpret,
         )  # fmt: skip

@@ -86,8 +86,8 @@ def positions(opaque):
     registers, and where such an operand has constant parts, ptxas (13.0) writes a constant again while a
     product is still reading it.
     """
-    at = lambda axis: plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis, layout=MATRIX)
-    return at(0) + opaque, at(1)
+    line = lambda layout: plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=layout) + opaque
+    return rows(line(ROWS), CHUNK), columns(line(COLUMNS))
 
 
 def split(x):

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--profiled", type=int, default=3)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    cfg = load(str(CONFIG), args.sets)
+    cfg = load(str(CONFIG), ["model.linear.implementation='xla'", *args.sets])  # before there are kernels
     setup = prepare(cfg)
     print("\n".join(f"{name}: {value}" for name, value in setup.facts().items()), flush=True)
     state = initial(cfg, setup.optimiser, setup.mesh)

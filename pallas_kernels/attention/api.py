@@ -12,7 +12,7 @@ from pallas_kernels.attention import reference, xla
 
 Implementation = Literal["reference", "xla"]
 BUILT = ("reference", "xla")
-BEST = {"cpu": "xla", "gpu": "xla", "tpu": "xla"}
+BEST = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("xla",)}
 choose = partial(choice.choose, "attention", best=BEST, built=BUILT)
 
 

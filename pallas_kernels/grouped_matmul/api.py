@@ -13,7 +13,7 @@ from pallas_kernels.grouped_matmul import reference, xla
 Implementation = Literal["reference", "xla"]
 BUILT = ("reference", "xla")
 # Never `ragged_dot`: it multiplies by every matrix on CPU, and on GPU is 40 times below the card.
-BEST = {"cpu": "xla", "gpu": "xla", "tpu": "xla"}
+BEST = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("xla",)}
 BLOCKS = {"cpu": (8, 32), "gpu": (16, 256), "tpu": (16, 256)}  # the smallest and largest worth having
 choose = partial(choice.choose, "grouped_matmul", best=BEST, built=BUILT)
 

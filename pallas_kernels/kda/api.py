@@ -15,7 +15,7 @@ from pallas_kernels.segments import segment_index
 
 Implementation = Literal["reference", "xla", "mosaic_tpu", "mosaic_gpu", "triton"]
 BUILT = ("reference", "xla", "mosaic_gpu")
-BEST = {"cpu": "xla", "gpu": "xla", "tpu": "xla"}
+BEST = {"cpu": ("xla",), "gpu": ("mosaic_gpu", "xla"), "tpu": ("xla",)}
 
 DENSE_FLOOR = -5.0  # the lowest log-decay for which 16-token tiles are dense products
 

@@ -100,6 +100,23 @@ def test_other_calls_are_refused_with_the_reason(device, change, why):
     assert why in mosaic_gpu.why_not(device, **(CALL | change))
 
 
+@needs_new
+@pytest.mark.parametrize(
+    ("device", "change", "chosen"),
+    [
+        (HOPPER, {}, "mosaic_gpu"),
+        (HOPPER, {"dtypes": [jnp.float32] * 4}, "xla"),
+        (HOPPER, {"lower_bound": None}, "xla"),
+        (SimpleNamespace(platform="gpu", compute_capability="8.0"), {}, "xla"),
+    ],
+    ids=str,
+)
+def test_they_are_the_best_where_they_can_run(device, change, chosen, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(api, "why_not", on(device))
+    assert api.choose(None, **(CALL | change)) == chosen
+
+
 @pytest.mark.skipif(NEW, reason="this is newer")
 def test_an_old_jax_is_refused():
     assert f"and this is {jax.__version__}" in mosaic_gpu.why_not(HOPPER, **CALL)
@@ -261,12 +278,17 @@ def test_agrees_with_the_definition(case, logits, interpret):
 
 
 @needs_new
-def test_pieces_of_a_row_may_run_side_by_side(interpret, monkeypatch):
-    """Each from the state that the ones before lead to, and its cotangent from those after."""
+def test_rows_are_cut_where_heads_are_few():
     assert [scan.pieces(*call) for call in ((96, 128), (32, 1024), (16, 512), (16, 6), (4, 3), (1, 1))] == [
         1, 4, 8, 1, 1, 1,
     ]  # fmt: skip
-    monkeypatch.setattr(scan, "pieces", lambda heads, chunks: 2)
+
+
+@needs_new
+@pytest.mark.parametrize("count", [2, 4])
+def test_pieces_of_a_row_may_run_side_by_side(count, interpret, monkeypatch):
+    """Each from the state that the ones before lead to, and its cotangent from those after."""
+    monkeypatch.setattr(scan, "pieces", lambda heads, chunks: count)
     monkeypatch.setattr(op, "pieces", scan.pieces)
     case = Case(1, 256, 1, 64, 64, ((1, 150), (0, 4), (2, 102)))
     args = inputs(case, -6.0)

@@ -3,7 +3,8 @@
 import gzip
 import json
 
-from experiments.kda_training.run import PROFILED, draw, in_scope, shares
+from experiments.kda_training.profile import PROFILED, in_scope, shares
+from experiments.kda_training.run import draw
 from experiments.profiles import device_events
 
 PROGRAM = """
@@ -26,11 +27,11 @@ def test_shares_are_of_device_streams_and_per_step(tmp_path):
         name("process_name", 1, 0, "/device:GPU:0"), name("process_name", 2, 0, "/host:CPU"),
         name("thread_name", 1, 1, "Stream #13"), name("thread_name", 2, 1, "Stream of words"),
         run("fusion_7", 3, hlo_op="fusion.7"), run("kda_prepare_kernel", 6), run("dot", 9, hlo_op="dot.1"),
-        run("memcpy", 1.5), run("python", 100, pid=2),
+        run("memcpy", 1), run("fusion_9", 0.5, hlo_op="command_buffer_3"), run("python", 100, pid=2),
     ]  # fmt: skip
     with gzip.open(tmp_path / "host.trace.json.gz", "wt") as file:
         json.dump({"traceEvents": events}, file)
-    found = shares(device_events(tmp_path), in_scope(PROGRAM))
+    found = shares(device_events(tmp_path), PROGRAM)
     assert found == {"all": 19.5 / PROFILED, "kda": 9 / PROFILED, "unnamed": 1.5 / PROFILED}
 
 

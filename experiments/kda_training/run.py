@@ -1,4 +1,4 @@
-"""Trains configs/gpu_baseline.py with KDA's kernels and without them: loss, speed, KDA's share of a step.
+"""Trains configs/gpu_baseline.py with KDA's kernels and without them: loss and speed.
 
     python -m experiments.kda_training.run [--steps 300] [--set data.batch=4] [--out DIR]
 
@@ -8,8 +8,6 @@ apart two such runs are anyway. Writes training.json and losses.png to results/ 
 
 import argparse
 import json
-import re
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,48 +18,19 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.profiles import device_events
-from k3jax.config import Config, replace
+from experiments.kda_training.variants import CONFIG, HERE, IMPLEMENTATIONS, variant
 from k3jax.override import load
 from k3jax.train.rundir import environment
 from k3jax.train.setup import Setup, prepare
 from k3jax.train.state import initial
 
-HERE = Path(__file__).parent
-CONFIG = HERE.parents[1] / "configs" / "gpu_baseline.py"
-RUNS = (("xla", 0), ("mosaic_gpu", 0), ("xla", 1))  # implementation, seed of the parameters
-SCOPE = "kda_gated"  # what the op calls its part of a program
+RUNS = (*((name, 0) for name in IMPLEMENTATIONS), ("xla", 1))  # implementation, seed of the parameters
 SMOOTHED = 10  # steps that a point of the curves is the mean of
-WARM, PROFILED = 10, 3  # steps before the clock starts, and under the profiler
-
-
-def variant(cfg: Config, implementation: str, seed: int) -> Config:
-    model = replace(cfg.model, linear=replace(cfg.model.linear, implementation=implementation))
-    return replace(cfg, model=model, run=replace(cfg.run, seed=seed))
-
-
-def in_scope(program: str) -> set[str]:
-    """Names of the instructions of a compiled program that stem from the op."""
-    pattern = rf'^\s*(?:ROOT )?%?([\w.\-]+) = .*op_name="[^"]*{SCOPE}'
-    return set(re.findall(pattern, program, re.MULTILINE))
-
-
-def shares(events: Sequence[dict[str, Any]], names: set[str]) -> dict[str, float]:
-    """Milliseconds of a step on the device: all of it, the op's, and what names no instruction."""
-    total = {"all": 0.0, "kda": 0.0, "unnamed": 0.0}
-    for event in events:
-        facts = event.get("args", {})
-        instruction = facts.get("hlo_op", "")
-        total["all"] += event["dur"] / 1e3
-        if instruction in names or SCOPE in json.dumps(facts) or event["name"].startswith("kda_"):
-            total["kda"] += event["dur"] / 1e3
-        elif not instruction:
-            total["unnamed"] += event["dur"] / 1e3
-    return {name: ms / PROFILED for name, ms in total.items()}
+WARM = 10  # steps before the clock starts
 
 
 def train(setup: Setup, step: Any, steps: int) -> dict[str, Any]:
-    """Losses, seconds a step, and a profile."""
+    """Losses and seconds a step."""
     state = initial(setup.cfg, setup.optimiser, setup.mesh)
     stream, losses, began = setup.stream(), [], 0.0
     for at in range(steps):
@@ -72,18 +41,10 @@ def train(setup: Setup, step: Any, steps: int) -> dict[str, Any]:
         losses.append(report["loss"])
     jax.block_until_ready(state)
     seconds = (time.perf_counter() - began) / (steps - WARM)
-    with tempfile.TemporaryDirectory() as folder:
-        batches = [setup.on_mesh(next(stream)) for _ in range(PROFILED)]
-        with jax.profiler.trace(folder):
-            for batch in batches:
-                state, _ = step(state, batch)
-            jax.block_until_ready(state)
-        device_ms = shares(device_events(Path(folder)), in_scope(step.as_text()))
     data = setup.cfg.data
     return {
         "seconds_per_step": round(seconds, 4),
         "tokens_per_second": round(data.batch * data.length / seconds),
-        "device_ms_per_step": {name: round(ms, 2) for name, ms in device_ms.items()},
         "losses": [float(x) for x in losses],
     }
 
@@ -107,8 +68,7 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     above.set(yscale="log", ylabel="training loss", title=f"mean over {SMOOTHED} steps")
     below.set(xlabel="step", ylabel=f"less {runs[0]['implementation']}, seed {runs[0]['seed']}")
     below.axhline(0, color="black", linewidth=0.5)
-    for axes in (above, below):
-        axes.legend(frameon=False)
+    above.legend(frameon=False)  # the colours and lines of both
     figure.savefig(path, dpi=120)
 
 

@@ -177,19 +177,36 @@ class Pairs(NamedTuple):
         return out[..., 0, :, :], out[..., 1, :, :]
 
     def gradients(self, dAkk_NBHCC, dAqk_NBHCC):
-        """The cotangents of `scores`, pulled back: to k as a row, to q, and to k as a column."""
-        d, rows = self.decay, self._rows()
+        """The cotangents of `scores`, pulled back: to k as a row, to q, to k as a column; and `through`.
+
+        `through` is what comes to a token as a row, less what goes from it as a column: x dx - k dk. The
+        gradients of log-decays are sums of it over many tokens, in which a pair that lies on one side of the
+        decay cancels. So a pair must come in and go out as the same number: made of the very operands that
+        the products have, rounded as they are.
+        """
+        d, rows, columns = self.decay, self._rows(), self._columns()
         dA = jnp.stack([self._tiles(dAkk_NBHCC), self._tiles(dAqk_NBHCC)], axis=-3)
         row_factor = d.row_NBHRIK[..., None, :, :]
-        to_rows = row_factor * self._dot("...rxic,...rck->...rxik", dA, self._columns())
-        to_columns = self._dot("...rxic,...rxik->...rck", dA, rows * row_factor)
-        to_columns = jnp.sum(d.column_NBHRCK * to_columns, axis=3)
+        of_rows = self._dot("...rxic,...rck->...rxik", dA, columns)
+        of_columns = self._dot("...rxic,...rxik->...rck", dA, rows * row_factor)
+        through_rows = jnp.sum(self._rounded(rows * row_factor) * of_rows, axis=-3)
+        through_columns = jnp.sum(self._rounded(columns) * of_columns, axis=3)
+        to_rows = row_factor * of_rows
+        to_columns = jnp.sum(d.column_NBHRCK * of_columns, axis=3)
         if d.within_NBHRIJK is not None:
             near = self._diagonal(dA)[..., None] * d.within_NBHRIJK[..., None, :, :, :]
-            to_rows += jnp.sum(near * self._tiles(self.k_NBHCK)[..., None, None, :, :], axis=-2)
-            to_columns += jnp.sum(near * rows[..., :, None, :], axis=(-4, -3)).reshape(to_columns.shape)
+            near_rows = jnp.sum(near * self._tiles(self.k_NBHCK)[..., None, None, :, :], axis=-2)
+            near_columns = jnp.sum(near * rows[..., :, None, :], axis=(-4, -3)).reshape(to_columns.shape)
+            to_rows, to_columns = to_rows + near_rows, to_columns + near_columns
+            through_rows += jnp.sum(rows * near_rows, axis=-3)
+            through_columns += self.k_NBHCK * near_columns
         to_k, to_q = (to_rows[..., x, :, :].reshape(self.k_NBHCK.shape) for x in range(2))
-        return to_k, to_q, to_columns
+        return to_k, to_q, to_columns, through_rows.reshape(self.k_NBHCK.shape) - through_columns
+
+    def _rounded(self, x):
+        """As operands of products are; a cast there and back may be optimised away."""
+        kind = jnp.finfo(self.dtype)
+        return jax.lax.reduce_precision(x, kind.nexp, kind.nmant)
 
 
 def unit_lower_inverse(A_NBHCC):

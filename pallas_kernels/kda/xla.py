@@ -179,13 +179,13 @@ def _backward(scale, bounded, residuals, cotangents):
 
     dq_in, dk_in = scale * do_S * decay.enter_NBHCK, -beta * dr_S * decay.enter_NBHCK
     dk_out = dot("...cv,...kv->...ck", v_new, dS) * decay.leave_NBHCK
-    dk_row, dq_row, dk_column = p.pairs.gradients(beta * dA, dAqk)
+    dk_row, dq_row, dk_column, through_pairs = p.pairs.gradients(beta * dA, dAqk)
 
     # A pair (i, j) decays by g_(j+1) .. g_i: its gradient is x dx at i and -k dk at j, summed from
     # the end. What enters at i is decayed by g_1 .. g_i, what leaves from i by g_(i+1) .. g_C. The
     # sums are kept apart, and the diagonal (no decay) out of them: at the floor the decayed terms
     # are e^-5 of the others and would drown in their rounding.
-    through = x.q * (dq_in + dq_row) + x.k * (dk_in + dk_row - dk_column)
+    through = x.q * dq_in + x.k * dk_in + through_pairs
     i, j = np.arange(C)[:, None], np.arange(C)[None, :]
     # Another segment's terms add up to 0, but for their rounding: they are left out.
     later = j >= i if x.mask is None else (j >= i)[None, None, None] & x.mask.pair_NB1CC

@@ -488,6 +488,16 @@ def test_what_a_token_reads_of_itself_is_kept_in_float32_under_bfloat16(implemen
     np.testing.assert_array_equal(np.float32(gradients[0]).reshape(-1), [2.0**-9])
 
 
+@pytest.mark.parametrize("op", [kda, kda_gated])
+@each_implementation
+def test_pairs_behind_a_decay_say_nothing_of_it_under_bfloat16(op, implementation):
+    """They cancel in its gradient, unless they are rounded one way as rows and another as columns."""
+    args = list(inputs(op, Case(1, 64, 2, 32, 32), "bfloat16"))
+    args[1][:, :40], args[-1] = 0, 0 * args[-1]  # nothing is there to be read or forgotten
+    d_gate = np.float32(pullback(op, implementation, tuple(args), None, cotangents(args))[1][3])
+    assert np.abs(d_gate[:, :40]).max() < 1e-5 * np.abs(d_gate).max()
+
+
 @each_implementation
 @pytest.mark.parametrize(("T", "K", "V"), [(65, 100, 60), (127, 96, 60), (500, 60, 96)])
 def test_odd_sizes_are_exact_and_no_loop_over_tokens(T, K, V, implementation):

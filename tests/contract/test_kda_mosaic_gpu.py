@@ -278,6 +278,15 @@ def test_agrees_with_the_definition(case, logits, interpret):
 
 
 @needs_new
+def test_pairs_behind_a_decay_say_nothing_of_it(interpret):
+    """They cancel in its gradient, unless they are rounded one way as rows and another as columns."""
+    args = inputs(Case(1, 64, 1, 64, 64))
+    args[1][:, :40], args[7] = 0, 0 * args[7]  # nothing is there to be read or forgotten
+    d_logits = np.float32(interpreted(interpret, args, None, cotangents(args))[1][3])
+    assert np.abs(d_logits[:, :40]).max() < 1e-4 * np.abs(d_logits).max()
+
+
+@needs_new
 def test_rows_are_cut_where_heads_are_few():
     assert [scan.pieces(*call) for call in ((96, 128), (32, 1024), (16, 512), (16, 6), (4, 3), (1, 1))] == [
         1, 4, 8, 1, 1, 1,

@@ -88,20 +88,26 @@ class _Part(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """In registers, as far as tokens decay: of queries (with the scale in them), and of keys by their part.
+    """In registers, as far as tokens decay: of queries (with the scale in them), of keys, and `through`.
 
-    A product that a token reads by its query or its key decays up to it (`query`, `row`); one that others
-    read of it, after it (`column`).
+    The last is what comes to a token by decays up to it, less what others read of it by decays after it: the
+    gradients of log-decays are sums of it. Most of such a sum cancels, as a pair of tokens both of which lie
+    behind a decay says nothing of it. So each pair must come in and go out as the same number: of the factors
+    that `query` and `key` are made of, `through` takes those that products have, rounded.
     """
 
     query: Any
-    row: Any
-    column: Any
+    key: Any
+    through: Any
 
 
 def _held(d: _Gradients) -> _Gradients:
     """d, added up. Left to itself, the compiler keeps terms and factors instead, in more registers."""
     return _Gradients(*lax.optimization_barrier(tuple(d)))
+
+
+def _rounded(x):
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def _put(x, high_s, low_s):
@@ -136,7 +142,8 @@ def _of_state(part: _Part, upto_s, S_s, R_s, do_s) -> _Gradients:
     of = lambda left: [(x, S_s.at[channels(v)]) for v, x in enumerate(left)]
     (x,) = products(of(R_s))
     (y,) = products(of(do_s))
-    return _held(_Gradients(y * enter, -(x * enter), jnp.zeros_like(x)))
+    query, key = y * enter, -(x * enter)
+    return _held(_Gradients(query, key, part.query() * query + part.key() * key))
 
 
 def _of_pairs(part: _Part, d: _Gradients, sums_s, scores, free) -> _Gradients:
@@ -163,40 +170,50 @@ def _of_pairs(part: _Part, d: _Gradients, sums_s, scores, free) -> _Gradients:
         by_columns = [(turned(kk_s.at[at]), key_s.at[at]), (turned(qk_s.at[at]), query_s.at[at])]
         return by_rows, by_columns
 
+    def add(d, of_query=None, of_key=None, sign=1):
+        """Products with the factors in memory, whose own factors those are too."""
+        if of_query is not None:
+            query = d.query + x * of_query
+            return _held(d._replace(query=query, through=d.through + load(query_s) * of_query))
+        through = load(key_s) * of_key
+        return _held(d._replace(key=d.key + x * of_key, through=d.through + sign * through))
+
     # Rows of the second half, columns of the first.
     x = jnp.exp2(part.summed(sums_s.at[HALVES]))
     put(x)
-    later = lambda y: jnp.where(second, x * y, 0.0)
     keys, queries = both(FIRST)[0]
     (y,) = products(keys)
-    d = _held(d._replace(row=d.row + later(y)))
+    d = add(d, of_key=jnp.where(second, y, 0.0))
     (y,) = products(queries)
-    d = _held(d._replace(query=d.query + later(y)))
+    d = add(d, of_query=jnp.where(second, y, 0.0))
     (y,) = products(both(SECOND)[1])
-    d = _held(d._replace(column=d.column + jnp.where(second, 0.0, x * y)))
+    d = add(d, of_key=jnp.where(second, 0.0, y), sign=-1)
 
     # Rows of a half's second quarter, columns of its first.
     x = jnp.exp2(part.summed(sums_s.at[QUARTERS]))
     put(x)
-    halves = lambda first, second_: x * jnp.where(second, second_, first)
+    halves = lambda first, later: jnp.where(second, later, first)
     (keys, queries), of_columns = both(FIRST)
     (later_keys, later_queries), of_later_columns = both(SECOND)
-    d = _held(d._replace(row=d.row + halves(*products(keys, later_keys))))
-    d = _held(d._replace(query=d.query + halves(*products(queries, later_queries))))
-    d = _held(d._replace(column=d.column + halves(*products(of_columns, of_later_columns))))
+    d = add(d, of_key=halves(*products(keys, later_keys)))
+    d = add(d, of_query=halves(*products(queries, later_queries)))
+    d = add(d, of_key=halves(*products(of_columns, of_later_columns)), sign=-1)
 
-    # Of one quarter, whose columns' factors grow.
+    # Of one quarter, whose columns' factors grow: they are not the rows'.
     own = part.summed(sums_s.at[OWN])
     plgpu.commit_smem()
     key_s[...] = (part.key() * jnp.exp2(-own)).astype(jnp.bfloat16)
     plgpu.commit_smem()
     (y,) = products([(own_kk_s, key_s)])
-    d = _held(d._replace(row=d.row + jnp.exp2(own) * y))
+    through = d.through + _rounded(part.key() * jnp.exp2(own)) * y
+    d = _held(d._replace(key=d.key + jnp.exp2(own) * y, through=through))
     (y,) = products([(own_qk_s, key_s)])
-    d = _held(d._replace(query=d.query + jnp.exp2(own) * y))
+    through = d.through + _rounded(part.query() * jnp.exp2(own)) * y
+    d = _held(d._replace(query=d.query + jnp.exp2(own) * y, through=through))
     put(jnp.exp2(own))
     (y,) = products([(turned(own_kk_s), key_s), (turned(own_qk_s), query_s)])
-    return _held(d._replace(column=d.column + jnp.exp2(-own) * y))
+    through = d.through - _rounded(part.key() * jnp.exp2(-own)) * y
+    return _held(d._replace(key=d.key + jnp.exp2(-own) * y, through=through))
 
 
 def _of_leaving(part: _Part, upto_s, dS_s, written_s):
@@ -217,7 +234,7 @@ def _of_decays(part: _Part, d: _Gradients, left, upto_s, held_s, free):
       left: of keys, by what they left. free: four tiles of shared memory.
     """
     through_s, left_s = free[:2], free[2:]
-    _put(part.query() * d.query + part.key() * (d.row - d.column), *through_s)
+    _put(d.through, *through_s)
     _put(part.key() * left, *left_s)
     onward = [(turned(upto_s), x_s) for x_s in through_s]
     (x,) = products([*onward, *((upto_s, x_s) for x_s in left_s)])
@@ -370,7 +387,7 @@ def _kernel(sizes, scale, lower_bound, packed, *refs):
     kept = [dS_s.at[pair, channels(at), side] for at in range(2)]
     dg = _of_decays(part, d, left, upto_s, held_s.at[mine], (*free, *kept))
     itself = rows(load(diagonal_s.at[1], ROWS), WIDTH)
-    dq, dk = d.query + itself * part.key(), d.row + d.column + left + itself * part.query()
+    dq, dk = d.query + itself * part.key(), d.key + left + itself * part.query()
     if packed:
         dq = dq * rows(part.seg.real_C, WIDTH)
     plgpu.barrier_wait(again.at[me])

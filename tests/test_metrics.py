@@ -1,15 +1,19 @@
 """What a run tells of itself: how busy its experts are, what it is measured by, and which code ran."""
 
 import math
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from k3jax.axes import MESH_AXES, make_mesh
 from k3jax.config import replace
+from k3jax.data.corpus import Manifest
 from k3jax.evaluate import mean_loss
 from k3jax.layout import plan
 from k3jax.report import Report, merge
+from k3jax.train import setup
 from k3jax.train.loss import Sums
 from k3jax.train.metrics import scalars
 from k3jax.train.setup import implementations
@@ -60,6 +64,21 @@ def test_every_op_says_what_runs_and_who_chose_it():
     assert implementations(cfg) == dict.fromkeys(("attention", "grouped_matmul", "kda"), best)
     slow = replace(cfg, model=replace(cfg.model, moe=replace(cfg.model.moe, implementation="reference")))
     assert implementations(slow)["grouped_matmul"] == "reference (asked for)"
+
+
+def test_rows_that_a_kernel_cuts_are_announced(monkeypatch):
+    """Two heads of a row of 2048 tokens on each device: 32 chunks in pieces of 4. With 64 rows it is full."""
+    monkeypatch.setattr(setup, "implementations", lambda cfg: {"kda": "mosaic_gpu (asked for)"})
+    devices = jax.device_count()
+    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"data": devices})
+
+    def said(rows):
+        cfg = replace(small(), data=replace(small().data, length=2048, batch=rows * devices))
+        nothing: Any = None
+        return setup.Setup(cfg, mesh, Manifest("", (), ()), nothing, nothing).facts()["implementations"]
+
+    assert said(1) == ["kda: mosaic_gpu, each row in 8 pieces side by side (asked for)"]
+    assert said(64) == ["kda: mosaic_gpu (asked for)"]
 
 
 def test_a_validation_loss_is_one_sum_over_one_count():

@@ -83,12 +83,24 @@ class Setup:
             "devices": f"{len(devices)} x {kind} ({jax.default_backend()}), processes: {jax.process_count()}",
             "mesh": sizes or "one device",
             "compute": f"{cfg.model.dtype or 'float32'} over float32 masters, remat {cfg.model.remat}",
-            "implementations": [f"{op}: {name}" for op, name in implementations(cfg).items()],
+            "implementations": [f"{op}: {name}" for op, name in self._implementations().items()],
             "memory": estimate(cfg, len(devices)).lines(device_limit()),
             "work": model_flops(cfg.model, cfg.data.length).lines(),
             "data": f"{len(self.manifest.train)} files, {train:,} bytes; held out: "
             f"{len(self.manifest.held_out)} files, {held_out:,} bytes; digest {self.manifest.digest[:12]}",
         }
+
+    def _implementations(self) -> dict[str, str]:
+        """Those of `implementations`, and how KDA's cuts the rows of a device where heads are few."""
+        chosen = implementations(self.cfg)
+        cut = NamedSharding(self.mesh, partition("BTH"))
+        layers = self.cfg.model.layers
+        for heads in {part.heads for layer in layers for part in layer if isinstance(part, KdaConfig)}:
+            rows, length, mine = cut.shard_shape((self.rows_at_once, self.cfg.data.length, heads))
+            name, who = chosen["kda"].split(" ", 1)
+            if (count := kda.pieces(name, rows, length, mine)) > 1:
+                chosen["kda"] = f"{name}, each row in {count} pieces side by side {who}"
+        return chosen
 
     def on_mesh(self, rows: Any) -> Any:
         """This process's rows as its part of global arrays."""

@@ -47,6 +47,11 @@ def choose(requested: Implementation | None, **call: Any) -> str:
     return choice.choose("kda", requested, BEST, BUILT, partial(why_not, **call))
 
 
+def pieces(chosen: str, rows: int, length: int, heads: int) -> int:
+    """Into how many pieces an implementation cuts each row of a device's, to run them side by side."""
+    return mosaic_gpu.row_pieces(rows, length, heads) if chosen == "mosaic_gpu" else 1
+
+
 def unit(x_BTHK):
     """x / sqrt(sum x^2 + 1e-6) over the last axis, in float32 or more; finite gradient at x = 0."""
     x = x_BTHK.astype(jnp.promote_types(x_BTHK.dtype, jnp.float32))

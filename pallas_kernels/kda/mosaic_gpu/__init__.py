@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda.mosaic_gpu.op import kda_gated
+from pallas_kernels.kda.mosaic_gpu.op import kda_gated, row_pieces
 from pallas_kernels.kda.mosaic_gpu.step import kda_step
 
-__all__ = ["kda_gated", "kda_step", "why_not", "why_not_step"]
+__all__ = ["kda_gated", "kda_step", "row_pieces", "why_not", "why_not_step"]
 
 OLDEST = (0, 11)  # of JAX: before, Pallas cannot turn a swizzled tile around
 LOWEST = -5.0  # floor of log-decays: a lower one overflows in half a chunk

@@ -86,7 +86,7 @@ def backward(p: Prepared, do_BTHV, dS_BHGVK, pieces: Pieces, keep: bool, interpr
         plgpu.SMEM((stages, K), jnp.float32), tiles(stages, CHUNK, V),
         tiles(nv, nk + 1 if keep else 1, CHUNK, TILE), tiles(nv, TILE, TILE, dtype=jnp.float32, columns=32),
     ]  # fmt: skip
-    out_type = [*out_type, float32(B, H, pieces.count, V, K)]
+    out_type = [*out_type, float32(B, H, pieces.taken, V, K)]
     name = "cotangents" if keep else "first_cotangent"
     launch = walk.launch(name, partial(_kernel, keep), (B, H), out_type, scratch, 5, interpret)
     return launch(*p[:3], p.whole_BHNK, do_BTHV, dS_BHGVK)

@@ -136,7 +136,7 @@ class Forward(NamedTuple):
         B, T, H, K, V = sizes_of(p)
         V = K if self.transition else V
         walk = Walk(pieces, T // CHUNK // pieces.of, K // TILE, V // TILE)
-        N, last = T // CHUNK, float32(B, H, pieces.count, V, K)
+        N, last = T // CHUNK, float32(B, H, pieces.taken, V, K)
         out_type = [last]
         if self.outputs:
             out_type = [bfloat16(B, T, H, V), last]

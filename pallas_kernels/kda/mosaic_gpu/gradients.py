@@ -170,24 +170,23 @@ def _of_pairs(part: _Part, d: _Gradients, sums_s, scores, free) -> _Gradients:
         by_columns = [(turned(kk_s.at[at]), key_s.at[at]), (turned(qk_s.at[at]), query_s.at[at])]
         return by_rows, by_columns
 
-    def add(d, of_query=None, of_key=None, sign=1):
-        """Products with the factors in memory, whose own factors those are too."""
-        if of_query is not None:
-            query = d.query + x * of_query
-            return _held(d._replace(query=query, through=d.through + load(query_s) * of_query))
-        through = load(key_s) * of_key
-        return _held(d._replace(key=d.key + x * of_key, through=d.through + sign * through))
+    # Products with the factors in memory, whose own factors those are too.
+    def add_to_query(d, x, y):
+        return _held(d._replace(query=d.query + x * y, through=d.through + load(query_s) * y))
+
+    def add_to_key(d, x, y, sign=1):
+        return _held(d._replace(key=d.key + x * y, through=d.through + sign * (load(key_s) * y)))
 
     # Rows of the second half, columns of the first.
     x = jnp.exp2(part.summed(sums_s.at[HALVES]))
     put(x)
     keys, queries = both(FIRST)[0]
     (y,) = products(keys)
-    d = add(d, of_key=jnp.where(second, y, 0.0))
+    d = add_to_key(d, x, jnp.where(second, y, 0.0))
     (y,) = products(queries)
-    d = add(d, of_query=jnp.where(second, y, 0.0))
+    d = add_to_query(d, x, jnp.where(second, y, 0.0))
     (y,) = products(both(SECOND)[1])
-    d = add(d, of_key=jnp.where(second, 0.0, y), sign=-1)
+    d = add_to_key(d, x, jnp.where(second, 0.0, y), sign=-1)
 
     # Rows of a half's second quarter, columns of its first.
     x = jnp.exp2(part.summed(sums_s.at[QUARTERS]))
@@ -195,9 +194,9 @@ def _of_pairs(part: _Part, d: _Gradients, sums_s, scores, free) -> _Gradients:
     halves = lambda first, later: jnp.where(second, later, first)
     (keys, queries), of_columns = both(FIRST)
     (later_keys, later_queries), of_later_columns = both(SECOND)
-    d = add(d, of_key=halves(*products(keys, later_keys)))
-    d = add(d, of_query=halves(*products(queries, later_queries)))
-    d = add(d, of_key=halves(*products(of_columns, of_later_columns)), sign=-1)
+    d = add_to_key(d, x, halves(*products(keys, later_keys)))
+    d = add_to_query(d, x, halves(*products(queries, later_queries)))
+    d = add_to_key(d, x, halves(*products(of_columns, of_later_columns)), sign=-1)
 
     # Of one quarter, whose columns' factors grow: they are not the rows'.
     own = part.summed(sums_s.at[OWN])

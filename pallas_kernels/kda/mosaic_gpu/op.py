@@ -12,10 +12,20 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import CHUNK, pad, up
 from pallas_kernels.segments import segment_index
 
 
+def _whole(T: int) -> int:
+    """T up to whole blocks of chunks."""
+    return up(T, CHUNKS * CHUNK)
+
+
+def row_pieces(B: int, T: int, H: int) -> int:
+    """How many pieces the rows of a call are cut into: `scan.pieces`."""
+    return pieces(B * H, _whole(T) // CHUNK)
+
+
 def _inputs(raw, segment_ids) -> Inputs:
     q, k, v, z, beta_logits, a_log, dt_bias = raw
     B, T, H, K = q.shape
-    T1, K1, V1 = up(T, CHUNKS * CHUNK), up(K), up(v.shape[3])
+    T1, K1, V1 = _whole(T), up(K), up(v.shape[3])
     beta_BHT = jax.nn.sigmoid(beta_logits.astype(jnp.float32)).transpose(0, 2, 1)
     index_BT = real_BT = None
     if segment_ids is not None or T1 != T:

@@ -360,7 +360,7 @@ def _chunk(x: Any, out: Any, where, me: _Chunk, sums_s, vectors, barriers, scale
 
     own = _sums(positions(me.zero(1)), segments().same).own()
     scores = _scores(me, matrices, own, (q_C, k_C), fetch)
-    _ends(me, *matrices[1:], scale, segments())
+    _ends(me, matrices[1], matrices[2], scale, segments())
 
     @pl.when(mine < nk)
     def _():

@@ -24,11 +24,11 @@ def slot_of(n, count: int):
 
 
 class Pieces(NamedTuple):
-    """Those of a row's that are gone through: `count` from the first one on, of `of`."""
+    """Those of a row's that are gone through: `taken` from the first one on, of `of`."""
 
     of: int
     first: int
-    count: int
+    taken: int
 
 
 class Walk(NamedTuple):
@@ -85,7 +85,7 @@ class Walk(NamedTuple):
                 plgpu.Barrier(num_arrivals=self.nv, num_barriers=stages),
                 plgpu.Barrier(num_barriers=self.nv),
             ],
-            grid=(H, self.pieces.count, B), grid_names=("head", "piece", "row"),
+            grid=(H, self.pieces.taken, B), grid_names=("head", "piece", "row"),
             num_threads=self.nv + 1, thread_name="warpgroup", kernel_name=f"kda_{name}",
             compiler_params=PARAMS, interpret=interpret,
         )  # fmt: skip

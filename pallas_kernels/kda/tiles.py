@@ -189,7 +189,9 @@ class Pairs(NamedTuple):
         row_factor = d.row_NBHRIK[..., None, :, :]
         of_rows = self._dot("...rxic,...rck->...rxik", dA, columns)
         of_columns = self._dot("...rxic,...rxik->...rck", dA, rows * row_factor)
-        through_rows = jnp.sum(self._rounded(rows * row_factor) * of_rows, axis=-3)
+        # Not jnp.sum over the two: XLA's CPU code for it crashes (jax 0.10.2).
+        both = lambda x: x[..., 0, :, :] + x[..., 1, :, :]
+        through_rows = both(self._rounded(rows * row_factor) * of_rows)
         through_columns = jnp.sum(self._rounded(columns) * of_columns, axis=3)
         to_rows = row_factor * of_rows
         to_columns = jnp.sum(d.column_NBHRCK * of_columns, axis=3)
@@ -198,7 +200,7 @@ class Pairs(NamedTuple):
             near_rows = jnp.sum(near * self._tiles(self.k_NBHCK)[..., None, None, :, :], axis=-2)
             near_columns = jnp.sum(near * rows[..., :, None, :], axis=(-4, -3)).reshape(to_columns.shape)
             to_rows, to_columns = to_rows + near_rows, to_columns + near_columns
-            through_rows += jnp.sum(rows * near_rows, axis=-3)
+            through_rows += both(rows * near_rows)
             through_columns += self.k_NBHCK * near_columns
         to_k, to_q = (to_rows[..., x, :, :].reshape(self.k_NBHCK.shape) for x in range(2))
         return to_k, to_q, to_columns, through_rows.reshape(self.k_NBHCK.shape) - through_columns

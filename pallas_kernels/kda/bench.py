@@ -75,23 +75,25 @@ def work(case: Case) -> tuple[int, int]:
 
 def errors(implementation: Implementation) -> dict[str, float]:
     """Relative L2 error against the definition in float64, of each output and gradient."""
-    return _distances(_numpy(jax.jit(both(implementation, ACCURACY))(*_rounded())))
+    return distances(_numpy(jax.jit(both(implementation, ACCURACY))(*rounded())))
 
 
 def peer_errors(peer: Any) -> dict[str, float]:
     """The same of another library's, from the same inputs."""
-    inputs = peer.inputs([np.asarray(x.astype(jnp.float32)) for x in _rounded()])
-    return _distances(peer.numpy(peer.both(ACCURACY, inputs)()))
+    inputs = peer.inputs([np.asarray(x.astype(jnp.float32)) for x in rounded()])
+    return distances(peer.numpy(peer.both(ACCURACY, inputs)()))
 
 
-def _rounded() -> list[jax.Array]:
+def rounded() -> list[jax.Array]:
+    """The inputs that errors are taken of."""
     kinds = [jnp.float32 if name in WIDE else jnp.bfloat16 for name in INPUTS]
     return [jnp.asarray(x, kind) for x, kind in zip(draw_gated(ACCURACY), kinds, strict=True)]
 
 
-def _distances(found: list[np.ndarray]) -> dict[str, float]:
+def distances(found: list[np.ndarray]) -> dict[str, float]:
+    """Of outputs and gradients to the definition's in float64."""
     with jax.enable_x64(True):
-        exact = [jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64) for x in _rounded()]
+        exact = [jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64) for x in rounded()]
         wanted = _numpy(jax.jit(both("reference", ACCURACY))(*exact))
     names = (*OUTPUTS, *(f"d {name}" for name in INPUTS))
     size = np.linalg.norm

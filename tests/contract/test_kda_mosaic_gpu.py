@@ -1,6 +1,8 @@
 """The Hopper kernels: they lower without a GPU, and agree and keep the op's laws, interpreted or on one."""
 
+import json
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -15,7 +17,7 @@ from k3jax.axes import MESH_AXES
 from k3jax.config import replace
 from k3jax.parameters import shapes
 from k3jax.train.loss import loss_sums
-from pallas_kernels.kda import api, kda, kda_gated, mosaic_gpu
+from pallas_kernels.kda import api, bench, kda, kda_gated, mosaic_gpu
 from pallas_kernels.kda.cases import SMALL, Case, draw_gated
 from pallas_kernels.kda.mosaic_gpu import op, scan
 from tests.small import rows, small
@@ -275,6 +277,20 @@ def test_agrees_with_the_definition(case, logits, interpret):
     actual = interpreted(interpret, args, case.segment_ids, cots)
     assert_finite(actual)
     assert_close(actual, expected(args, case.segment_ids, cots), logits)
+
+
+@needs_new
+@pytest.mark.slow
+def test_errors_are_those_of_another_librarys_kernels_at_most(interpret):
+    """At T = 1024, as the benchmark stored the other's; values' gradients are more, by a hundredth."""
+    args = [np.asarray(x) for x in bench.rounded()]
+    cots = np.ones(args[2].shape, jnp.bfloat16), np.ones(args[7].shape, np.float32)
+    found = interpreted(interpret, args, None, cots)
+    errors = bench.distances([np.float64(x) for x in jax.tree.leaves(found)])
+    rows = (Path(bench.__file__).parent / "results" / "rows.jsonl").read_text().splitlines()
+    theirs = next(row["errors"] for row in map(json.loads, rows) if row["implementation"] == "fla")
+    print({name: f"{error:.2e}" for name, error in errors.items()})
+    assert {name: error for name, error in errors.items() if error > 1.02 * theirs[name]} == {}
 
 
 @needs_new

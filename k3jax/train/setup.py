@@ -93,13 +93,16 @@ class Setup:
     def _implementations(self) -> dict[str, str]:
         """Those of `implementations`, and how KDA's cuts the rows of a device where heads are few."""
         chosen = implementations(self.cfg)
-        cut = NamedSharding(self.mesh, partition("BTH"))
-        layers = self.cfg.model.layers
-        for heads in {part.heads for layer in layers for part in layer if isinstance(part, KdaConfig)}:
-            rows, length, mine = cut.shard_shape((self.rows_at_once, self.cfg.data.length, heads))
+        heads = {
+            part.heads for layer in self.cfg.model.layers for part in layer if isinstance(part, KdaConfig)
+        }
+        if heads:
             name, who = chosen["kda"].split(" ", 1)
-            if (count := kda.pieces(name, rows, length, mine)) > 1:
-                chosen["kda"] = f"{name}, each row in {count} pieces side by side {who}"
+            cut, whole = NamedSharding(self.mesh, partition("BTH")), (self.rows_at_once, self.cfg.data.length)
+            counts = {kda.pieces(name, *cut.shard_shape((*whole, H))) for H in heads}
+            if counts != {1}:
+                shown = " or ".join(map(str, sorted(counts)))
+                chosen["kda"] = f"{name}, each row in {shown} pieces side by side {who}"
         return chosen
 
     def on_mesh(self, rows: Any) -> Any:

@@ -90,7 +90,7 @@ def _forward(q_BTHK, k_BSHK, v_BSHV, query_index_BT, key_index_BS, scale):
         new_m = jnp.maximum(m, jnp.max(logits, axis=-1))
         p = jnp.where(logits > MASKED / 2, jnp.exp(logits - new_m[..., None]), 0)
         shrink = jnp.exp(m - new_m)
-        l = l * shrink + jnp.sum(p, axis=-1)  # noqa: E741
+        l = l * shrink + jnp.sum(p, axis=-1)  # noqa: E741 (as above)
         o = o * shrink[..., None] + wide_einsum("bhts,bhsv->bhtv", p.astype(x.v.dtype), x.v[j])
         return (out.at[i].set(o), log_sum.at[i].set(l), top.at[i].set(new_m)), None
 

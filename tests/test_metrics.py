@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from k3jax.axes import MESH_AXES, make_mesh
-from k3jax.config import replace
+from k3jax.config import KdaConfig, replace
 from k3jax.data.corpus import Manifest
 from k3jax.evaluate import mean_loss
 from k3jax.layout import plan
@@ -72,13 +72,16 @@ def test_rows_that_a_kernel_cuts_are_announced(monkeypatch):
     devices = jax.device_count()
     mesh = make_mesh(dict.fromkeys(MESH_AXES, 1) | {"data": devices})
 
-    def said(rows):
-        cfg = replace(small(), data=replace(small().data, length=2048, batch=rows * devices))
+    def said(rows, **mixers):
+        data = replace(small().data, length=2048, batch=rows * devices)
+        cfg = replace(small(), data=data, model=replace(small().model, **mixers))
         nothing: Any = None
         return setup.Setup(cfg, mesh, Manifest("", (), ()), nothing, nothing).facts()["implementations"]
 
     assert said(1) == ["kda: mosaic_gpu, each row in 8 pieces side by side (asked for)"]
     assert said(64) == ["kda: mosaic_gpu (asked for)"]
+    both = said(1, full=KdaConfig(heads=32, key=8, value=8))
+    assert both == ["kda: mosaic_gpu, each row in 4 or 8 pieces side by side (asked for)"]
 
 
 def test_a_validation_loss_is_one_sum_over_one_count():

@@ -29,6 +29,7 @@ from rich.table import Table
 from experiments.machine_code import driver, hazards
 from k3jax.train.rundir import environment
 from pallas_kernels.kda.mosaic_gpu.backward import backward
+from pallas_kernels.kda.mosaic_gpu.form import Finished, Raw
 from pallas_kernels.kda.mosaic_gpu.forward import Forward
 from pallas_kernels.kda.mosaic_gpu.gradients import gradients
 from pallas_kernels.kda.mosaic_gpu.prepare import Inputs, Prepared, prepare
@@ -163,8 +164,10 @@ def kernels(K: int, V: int, packed: bool) -> Iterator[tuple[str, Callable, tuple
     states = lambda pieces: array(B, H, pieces, V, K, dtype=wide)
     kept: Any = Kept(array(B, H, N, V, K), array(B, H, N, V, 64))
     d: Any = Cotangents(*kept, states(1))
-    settings = {"scale": K**-0.5, "lower_bound": -5.0}
-    yield "prepare", partial(prepare, **settings), (x,)
+    scale = K**-0.5
+    forms = {"": Raw(-5.0), " finished": Finished()}
+    for of, form in forms.items():
+        yield f"prepare{of}", partial(prepare, scale=scale, form=form), (x,)
     yield "outputs", lambda p, S: Forward("outputs")(p, S, row, None), (p, states(1))
     yield "states", lambda p, S: Forward("kept")(p, S, row, None), (p, states(1))
     yield "last state", lambda p, S: Forward("last")(p, S, Pieces(4, 0, 3), None), (p, states(3))
@@ -175,10 +178,11 @@ def kernels(K: int, V: int, packed: bool) -> Iterator[tuple[str, Callable, tuple
         lambda p, do, S: backward(p, do, S, Pieces(4, 1, 3), False, None),
         (p, values, states(3)),
     )
-    yield "gradients", partial(gradients, **settings), (x, p, kept, d, values)
+    for of, form in forms.items():
+        yield f"gradients{of}", partial(gradients, scale=scale, form=form), (x, p, kept, d, values)
     key, value, head = array(B, H, K), array(B, H, V), array(H, dtype=wide)
     state, bias = array(B, H, K, V, dtype=wide), array(H, K, dtype=wide)
-    yield "step", partial(kda_step, **settings), (key, key, value, key, array(B, H), head, bias, state)
+    yield "step", partial(kda_step, scale=scale, lower_bound=-5.0), (key, key, value, key, array(B, H), head, bias, state)
 
 
 def lowered(function: Callable, arguments: tuple) -> bytes:

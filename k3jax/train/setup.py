@@ -165,8 +165,7 @@ def implementations(cfg: Config) -> dict[str, str]:
         """(the op that a layer's part calls, the implementation that runs it)"""
         match part:
             case KdaConfig():
-                bound = part.decay.lower_bound
-                sizes = {"key": part.key, "value": part.value, "dtypes": [dtype], "lower_bound": bound}
+                sizes = {"key": part.key, "value": part.value, "dtypes": [dtype]}
                 return "kda", kda.choose(part.implementation, **sizes)
             case MlaConfig():
                 return "attention", attention.choose(part.implementation)

@@ -20,23 +20,19 @@ BEST = {"cpu": ("xla",), "gpu": ("mosaic_gpu", "xla"), "tpu": ("xla",)}
 DENSE_FLOOR = -5.0  # the lowest log-decay for which 16-token tiles are dense products
 
 
-def why_not(
-    name: str, *, key: int, value: int, dtypes: Iterable[Any], lower_bound: float | None
-) -> str | None:
-    """Why an implementation cannot run `kda_gated` on this process's devices; None if it can.
+def why_not(name: str, *, key: int, value: int, dtypes: Iterable[Any]) -> str | None:
+    """Why an implementation cannot run `kda` or `kda_gated` on this process's devices; None if it can.
 
     Args:
       name: the implementation's. key, value: channels of a head. dtypes: of query, key, value and logits.
-      lower_bound: as in `log_decay`; None also for `kda`, whose decays have no known bound.
     """
     if name != "mosaic_gpu":
         return None
-    call = {"key": key, "value": value, "dtypes": dtypes, "lower_bound": lower_bound}
-    return mosaic_gpu.why_not(jax.devices()[0], **call)
+    return mosaic_gpu.why_not(jax.devices()[0], key=key, value=value, dtypes=dtypes)
 
 
 def choose(requested: Implementation | None, **call: Any) -> str:
-    """The implementation that runs `kda_gated` on this process's devices.
+    """The implementation that runs `kda` or `kda_gated` on this process's devices.
 
     Args:
       requested: a name, or None for the best. call: what `why_not` wants to know.
@@ -97,7 +93,7 @@ def kda(
       ValueError: an unknown implementation, or one that cannot run this here. AssertionError:
         shapes that do not fit (chex).
     """
-    chosen = _chosen(implementation, query, key, value, log_decay, lower_bound=None)
+    chosen = _chosen(implementation, query, key, value)
     S = _checked(query, key, value, log_decay, beta, initial_state, segment_ids)
     return _composed(chosen, query, key, value, log_decay, beta, S, segment_ids, scale, bounded=False)
 
@@ -127,10 +123,11 @@ def kda_gated(
         every tile be a dense product.
       The others as in `kda`, whose returns and errors these are.
     """
-    chosen = _chosen(implementation, query, key, value, gate_logits, lower_bound=lower_bound)
+    chosen = _chosen(implementation, query, key, value, gate_logits)
     S = _checked(query, key, value, gate_logits, beta_logits, initial_state, segment_ids)
     raw = query, key, value, gate_logits, beta_logits, a_log, dt_bias
-    if chosen == "mosaic_gpu" and S.size and query.size:
+    bounded = lower_bound is not None and lower_bound >= DENSE_FLOOR
+    if chosen == "mosaic_gpu" and bounded and S.size and query.size:
         return mosaic_gpu.kda_gated(*raw, S, segment_ids, _scale(query, scale), lower_bound)
     dtype = jnp.promote_types(beta_logits.dtype, jnp.float32)
     return _composed(
@@ -143,15 +140,15 @@ def kda_gated(
         S,
         segment_ids,
         scale,
-        bounded=lower_bound is not None and lower_bound >= DENSE_FLOOR,
+        bounded=bounded,
     )
 
 
-def _chosen(implementation, q, k, v, gate, *, lower_bound) -> str:
+def _chosen(implementation, q, k, v, *logits) -> str:
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(f"kda: query {q.shape} and value {v.shape} must be [B, T, H, K] and [B, T, H, V]")
-    dtypes = [x.dtype for x in (q, k, v, gate)]
-    return choose(implementation, key=q.shape[3], value=v.shape[3], dtypes=dtypes, lower_bound=lower_bound)
+    dtypes = [x.dtype for x in (q, k, v, *logits)]
+    return choose(implementation, key=q.shape[3], value=v.shape[3], dtypes=dtypes)
 
 
 def _scale(q, scale: float | None) -> float:
@@ -178,6 +175,8 @@ def _composed(chosen, q, k, v, g, beta, S, segment_ids, scale, bounded):
     if 0 in (*q.shape, v.shape[-1]):
         return jnp.zeros(v.shape, v.dtype), S.astype(jnp.promote_types(v.dtype, jnp.float32))
 
+    if chosen == "mosaic_gpu":
+        return mosaic_gpu.kda(q, k, v, g, beta, S, segment_ids, scale)
     ids_BT = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
     index_BT, real_BT = segment_index(ids_BT)
     if chosen == "reference":

@@ -69,14 +69,17 @@ class FlashLinearAttention:
 
         return run
 
-    def both(self, case: Case, inputs: Sequence[Any]) -> Callable[[], Any]:
-        """() -> ((output, final state), gradients of every input), for ones as cotangents."""
+    def both(self, case: Case, inputs: Sequence[Any], cotangents: Any = None) -> Callable[[], Any]:
+        """() -> ((output, final state), gradients of every input), for ones or these as cotangents."""
         run, torch = self.forward(case, inputs), self._torch
         wanted = inputs if case.segment_ids is None else inputs[:-1]
 
         def forward_and_backward():
             out = run()
-            return out, torch.autograd.grad(out, wanted, [torch.ones_like(x) for x in out])
+            given = [torch.ones_like(x) for x in out]
+            if cotangents is not None:
+                given = [torch.tensor(d, device="cuda").to(x.dtype) for d, x in zip(cotangents, out, strict=True)]
+            return out, torch.autograd.grad(out, wanted, given)
 
         return forward_and_backward
 

@@ -1,4 +1,4 @@
-"""The gated form on Hopper GPUs, chunkwise and one token at a time, in Pallas Mosaic GPU kernels."""
+"""Hopper GPUs: the chunkwise forms, and one token at a time, in Pallas Mosaic GPU kernels."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -6,34 +6,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda.mosaic_gpu.op import kda_gated, row_pieces
+from pallas_kernels.kda.mosaic_gpu.op import kda, kda_gated, row_pieces
 from pallas_kernels.kda.mosaic_gpu.step import kda_step
 
-__all__ = ["kda_gated", "kda_step", "row_pieces", "why_not", "why_not_step"]
+__all__ = ["kda", "kda_gated", "kda_step", "row_pieces", "why_not", "why_not_step"]
 
 OLDEST = (0, 11)  # of JAX: before, Pallas cannot turn a swizzled tile around
-LOWEST = -5.0  # floor of log-decays: a lower one overflows in half a chunk
 LARGEST = 128  # key and value channels: what fits shared memory
 
 
-def why_not(
-    device: Any, *, key: int, value: int, dtypes: Iterable[Any], lower_bound: float | None
-) -> str | None:
-    """Why the kernels cannot run a call of `kda_gated` on a device; None if they can.
+def why_not(device: Any, *, key: int, value: int, dtypes: Iterable[Any]) -> str | None:
+    """Why the kernels cannot run a call of `kda` or `kda_gated` on a device; None if they can.
 
     Args:
       device: a `jax.Device`. key, value: channels of a head. dtypes: of query, key, value and logits.
-      lower_bound: of the gate, as in `pallas_kernels.kda.log_decay`.
     """
     if (reason := _why_not_here(device)) is not None:
         return reason
     if (reason := _other_than(("bfloat16",), dtypes)) is not None:
         return reason
-    if max(key, value) > LARGEST:
-        return _too_large(key, value)
-    if lower_bound is None or lower_bound < LOWEST:
-        return f"it takes gates bounded at {LOWEST:g} or above, not {lower_bound}"
-    return None
+    return _too_large(key, value) if max(key, value) > LARGEST else None
 
 
 def why_not_step(device: Any, *, key: int, value: int, dtypes: Iterable[Any]) -> str | None:

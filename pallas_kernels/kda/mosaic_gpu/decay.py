@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda.mosaic_gpu.warpgroup import CHUNK, COLUMNS, LOG2E, ROWS, columns, rows
 
-HALF, QUARTER = 32, 16  # tokens; at a floor of -5, exponents over a quarter stay within 75
+HALF, QUARTER = 32, 16  # tokens
 
 
 class Segments(NamedTuple):
@@ -46,9 +46,9 @@ class Sums:
 
     `at` is (row, column) of every entry, and `same` which are of one segment, or None for all.
 
-    Pairs of tokens i > j factor at a token between them: at the end of the first half where they are in
-    different halves (`half`), at the end of their half's first quarter where they are in its two quarters
-    (`quarter`); both exponents are sums to that end, at most 0. In one quarter both are sums from its
+    Pairs of tokens i > j factor at a token between them. Where they are in the second and the first of a pair
+    of blocks, that is the end of the first (`joined`), for halves of the chunk, quarters of a half and so on;
+    both exponents are sums to that end, at most 0. In one of the smallest blocks both are sums from its
     beginning (`own`), and the column's is negated. So no exponent depends on a later token than the row's.
     """
 
@@ -63,22 +63,22 @@ class Sums:
         """From the chunk's start to i."""
         return self._matrix(self.j <= self.i)
 
+    def before(self):
+        """From the chunk's start to i, which is not counted."""
+        return self._matrix(self.j < self.i)
+
     def after(self):
         """From i to the chunk's end."""
         return self._matrix(self.j > self.i)
 
-    def half(self):
-        """Between i and the end of the first half."""
-        return self._matrix((self.j <= self.i) != (self.j < HALF))
-
-    def quarter(self):
-        """Between i and the end of the first quarter of its half."""
-        end = (self.i // HALF) * HALF + QUARTER
+    def joined(self, size: int):
+        """Between i and the end of the first block, where i is in one of a pair of blocks of this size."""
+        end = (self.i & (-2 * size)) + size
         return self._matrix((self.j <= self.i) != (self.j < end))
 
-    def own(self):
-        """From the first token of i's quarter, which is not counted, to i."""
-        return self._matrix((self.j > (self.i // QUARTER) * QUARTER) & (self.j <= self.i))
+    def own(self, size: int):
+        """From the first token of i's block of this size, which is not counted, to i."""
+        return self._matrix((self.j > (self.i & -size)) & (self.j <= self.i))
 
 
 def bounded(z, rate, lower_bound: float):

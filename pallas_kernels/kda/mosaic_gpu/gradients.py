@@ -11,12 +11,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda.mosaic_gpu import decay
 from pallas_kernels.kda.mosaic_gpu.decay import HALF, QUARTER
+from pallas_kernels.kda.mosaic_gpu.form import Form
 from pallas_kernels.kda.mosaic_gpu.prepare import Inputs, Prepared
 from pallas_kernels.kda.mosaic_gpu.scan import Cotangents, Kept
 from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     CHUNK,
     COLUMNS,
-    LOG2E,
     MATRIX,
     PARAMS,
     ROWS,
@@ -36,11 +36,11 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import tiles as _tiles
 
 WIDTH = 32  # key channels of a warpgroup: with four of them a thread has 128 registers
 FIRST, SECOND = pl.ds(0, HALF), pl.ds(HALF, HALF)
-HALVES, QUARTERS, OWN = range(3)  # how pairs factor: `decay.Sums`
+HALVES, QUARTERS, OWN = range(3)  # matrices that lie in shared memory: `decay.Sums`
 
 
 class Gradients(NamedTuple):
-    """Of q, k, v and z in bfloat16.
+    """Of q, k, v and z in bfloat16 (with finished log-decays, of these).
 
     `beta_BHT`: of beta, times beta squared. `rate_BHNXC`: of a_log, for each part of channels and token.
     """
@@ -58,13 +58,13 @@ class _Part(NamedTuple):
 
     q_s: Any
     k_s: Any
-    high_s: Any  # log-decays, in two parts; logits before and after
+    high_s: Any  # log-decays, in two parts; before and after, what they are made of
     low_s: Any
     q_C: Any  # 1 / |q|, with the scale
     k_C: Any
     bias_s: Any
     rate: Any
-    lower_bound: float
+    form: Form
     seg: decay.Segments
 
     def query(self):
@@ -73,13 +73,17 @@ class _Part(NamedTuple):
     def key(self):
         return load(self.k_s) * rows(self.k_C, WIDTH)
 
-    def logits(self):
-        return load(self.high_s) + columns(load(self.bias_s, COLUMNS))
+    def gate(self):
+        """What log-decays are made of."""
+        return self.high_s, load(self.bias_s, COLUMNS), self.rate
 
     def put_decays(self):
-        g = decay.bounded(self.logits(), self.rate, self.lower_bound)
+        g = self.form.decays(*self.gate())
         g = g if self.seg.real_C is None else g * rows(self.seg.real_C, WIDTH)
         _put(g, self.high_s, self.low_s)
+
+    def decays(self):
+        return load(self.high_s) + load(self.low_s)
 
     def summed(self, matrix):
         """Sums of log-decays over the tokens that the matrix chooses."""
@@ -130,13 +134,22 @@ def _put_scores(x, sums, apart_s, own_s):
     own_s[...] = jnp.where(before & own, x, 0.0).astype(jnp.bfloat16)
 
 
+def _share_out(own_s, finer, sums, own: int):
+    """Pairs of one quarter: to each place in `finer` those of its blocks; here stay those of tiles `own`."""
+    x, i, j = load(own_s), sums.i, sums.j
+    for size, place in finer:
+        chosen = (i // (2 * size) == j // (2 * size)) & (i // size != j // size)
+        place[...] = jnp.where(chosen, x, 0.0).astype(jnp.bfloat16)
+    own_s[...] = jnp.where(i // own == j // own, x, 0.0).astype(jnp.bfloat16)
+
+
 def _diagonal(x, sums):
     return jnp.sum(jnp.where(sums.i == sums.j, x, 0.0), axis=1)
 
 
-def _of_state(part: _Part, upto_s, S_s, R_s, do_s) -> _Gradients:
+def _of_state(part: _Part, before_s, S_s, R_s, do_s) -> _Gradients:
     """By what the chunk's state gave its tokens."""
-    enter = jnp.exp2(part.summed(upto_s))
+    enter = jnp.exp2(part.summed(before_s) + part.decays())
     if part.seg.enters_C is not None:
         enter = enter * rows(part.seg.enters_C, WIDTH)
     of = lambda left: [(x, S_s.at[channels(v)]) for v, x in enumerate(left)]
@@ -146,12 +159,14 @@ def _of_state(part: _Part, upto_s, S_s, R_s, do_s) -> _Gradients:
     return _held(_Gradients(query, key, part.query() * query + part.key() * key))
 
 
-def _of_pairs(part: _Part, d: _Gradients, sums_s, scores, free) -> _Gradients:
+def _of_pairs(part: _Part, d: _Gradients, sums, sums_s, scores, finer, free) -> _Gradients:
     """By the scores of pairs, factored as in `prepare`.
 
     Args:
-      sums_s: the matrices of sums. scores: cotangents (of keys apart, of queries apart, of keys in one
-        quarter, of queries in one quarter). free: two tiles of shared memory.
+      sums: makes matrices of sums. sums_s: those that lie in memory. scores: cotangents (of keys apart, of
+        queries apart, of keys in one quarter, of queries in one quarter). finer: a generator of (size of
+        blocks, cotangents of keys, of queries) of pairs of blocks inside a quarter, which are shared out
+        when it is first asked. free: two tiles of shared memory.
     """
     kk_s, qk_s, own_kk_s, own_qk_s = scores
     key_s, query_s = free
@@ -198,7 +213,16 @@ def _of_pairs(part: _Part, d: _Gradients, sums_s, scores, free) -> _Gradients:
     d = add_to_query(d, x, halves(*products(queries, later_queries)))
     d = add_to_key(d, x, halves(*products(of_columns, of_later_columns)), sign=-1)
 
-    # Of one quarter, whose columns' factors grow: they are not the rows'.
+    # Rows of the second of a pair of smaller blocks, columns of its first.
+    for size, finer_kk_s, finer_qk_s in finer:
+        x = jnp.exp2(part.summed(sums().joined(size)))
+        put(x)
+        d = add_to_key(d, x, *products([(finer_kk_s, key_s)]))
+        d = add_to_query(d, x, *products([(finer_qk_s, key_s)]))
+        of_columns = [(turned(finer_kk_s), key_s), (turned(finer_qk_s), query_s)]
+        d = add_to_key(d, x, *products(of_columns), sign=-1)
+
+    # Of one tile, whose columns' factors grow: they are not the rows'.
     own = part.summed(sums_s.at[OWN])
     plgpu.commit_smem()
     key_s[...] = (part.key() * jnp.exp2(-own)).astype(jnp.bfloat16)
@@ -215,18 +239,16 @@ def _of_pairs(part: _Part, d: _Gradients, sums_s, scores, free) -> _Gradients:
     return _held(d._replace(key=d.key + jnp.exp2(-own) * y, through=through))
 
 
-def _of_leaving(part: _Part, upto_s, dS_s, written_s):
+def _of_leaving(part: _Part, before_s, dS_s, written_s):
     """The gradient of keys by what they left to the state after the chunk."""
-    # A sum from a token on, less its own.
-    x = part.summed(turned(upto_s)) - (load(part.high_s) + load(part.low_s))
-    leave = jnp.exp2(x)
+    leave = jnp.exp2(part.summed(turned(before_s)))
     if part.seg.leaves_C is not None:
         leave = leave * rows(part.seg.leaves_C, WIDTH)
     (left,) = products([(turned(x_s), dS_s.at[channels(v)]) for v, x_s in enumerate(written_s)])
     return left * leave
 
 
-def _of_decays(part: _Part, d: _Gradients, left, upto_s, held_s, free):
+def _of_decays(part: _Part, d: _Gradients, left, before_s, held_s, free):
     """The gradient of log-decays: a token's lie between every pair that it decays.
 
     Args:
@@ -235,19 +257,10 @@ def _of_decays(part: _Part, d: _Gradients, left, upto_s, held_s, free):
     through_s, left_s = free[:2], free[2:]
     _put(d.through, *through_s)
     _put(part.key() * left, *left_s)
-    onward = [(turned(upto_s), x_s) for x_s in through_s]
-    (x,) = products([*onward, *((upto_s, x_s) for x_s in left_s)])
-    x = x - (load(left_s[0]) + load(left_s[1])) + columns(load(held_s, COLUMNS))
+    onward = [(turned(before_s), x_s) for x_s in through_s]
+    (x,) = products([*onward, *((before_s, x_s) for x_s in left_s)])
+    x = x + (load(through_s[0]) + load(through_s[1])) + columns(load(held_s, COLUMNS))
     return x if part.seg.real_C is None else x * rows(part.seg.real_C, WIDTH)
-
-
-def _through_gate(part: _Part, dg):
-    """(gradient of logits, that of the rate for each token)"""
-    z = part.logits()
-    e = jnp.minimum(jnp.exp2(z * (part.rate * -LOG2E)), 1e37)
-    s = jnp.square(lax.rsqrt(1.0 + e))
-    dz = dg * (s * (s * e)) * (part.rate * part.lower_bound)
-    return dz, jnp.sum(dz * z, axis=1)
 
 
 def _of_scores(me, nk, sums, meet, shared, finished):
@@ -256,7 +269,7 @@ def _of_scores(me, nk, sums, meet, shared, finished):
     With R = Diag(beta) T^t dv', the cotangent of v is R itself, that of scores of keys is -R v'^t, and its
     diagonal is that of beta, times -beta^2. The pair of a token with itself is not decayed: it stands apart.
     """
-    inverse_s, R_s, written_s, do_s, kk_s, qk_s, own_qk_s, upto_s, diagonal_s = shared
+    inverse_s, R_s, written_s, do_s, kk_s, qk_s, own_qk_s, before_s, diagonal_s = shared
     for v, x_s in enumerate(R_s):
 
         @pl.when(me == v)
@@ -269,7 +282,7 @@ def _of_scores(me, nk, sums, meet, shared, finished):
 
     @pl.when(me == nk - 2)
     def _():
-        upto_s[...] = sums().upto()
+        before_s[...] = sums().before()
 
     @pl.when(me == nk - 1)
     def _():
@@ -288,7 +301,7 @@ def _of_scores(me, nk, sums, meet, shared, finished):
         _put_scores(-x, chosen, kk_s, inverse_s)
 
 
-def _kernel(sizes, scale, lower_bound, packed, *refs):
+def _kernel(sizes, scale, form, packed, *refs):
     """One chunk of one head of one row."""
     nk, nv = sizes[3] // WIDTH, sizes[4] // TILE
     q_g, k_g, z_g, rate_g, bias_g, whole_g, inverse_g, norm_g, *refs = refs
@@ -296,7 +309,7 @@ def _kernel(sizes, scale, lower_bound, packed, *refs):
     ids_g, refs = (refs[:2], refs[2:]) if packed else ([], refs)
     dq_g, dk_g, dv_g, dz_g, dbeta_g, drate_g, *refs = refs
     (
-        inverse_s, kk_s, qk_s, own_qk_s, upto_s, q_s, k_s, z_s, low_s, dS_s, written_s,
+        inverse_s, kk_s, qk_s, own_qk_s, before_s, q_s, k_s, z_s, low_s, dS_s, written_s,
         ((S_s,), (sums_s,)), ((R_s, do_s), (key_s, query_s)),
         of_channel_s, of_token_s, dot_s, *ids_s, shared, own, states, again, met,
     ) = refs  # fmt: skip
@@ -345,14 +358,14 @@ def _kernel(sizes, scale, lower_bound, packed, *refs):
     plgpu.barrier_wait(shared)
     q_C, k_C = load(norm_s.at[0], ROWS), load(norm_s.at[1], ROWS)
     part = _Part(
-        q_s.at[me], k_s.at[me], z_s.at[me], low_s.at[me], q_C, k_C, bias_s.at[mine], rate, lower_bound,
+        q_s.at[me], k_s.at[me], z_s.at[me], low_s.at[me], q_C, k_C, bias_s.at[mine], rate, form,
         segments(),
     )  # fmt: skip
     plgpu.barrier_wait(own.at[me])
     part.put_decays()
 
     finished = lambda v: plgpu.copy_smem_to_gmem(R_v[v], dv_g.at[b, tokens, h, channels(v)])
-    parts = inverse_s, R_v, written_v, do_v, kk_s, qk_s, own_qk_s, upto_s, diagonal_s
+    parts = inverse_s, R_v, written_v, do_v, kk_s, qk_s, own_qk_s, before_s, diagonal_s
     _of_scores(me, nk, sums, meet, parts, finished)
     plgpu.barrier_wait(states.at[pair])
 
@@ -362,43 +375,64 @@ def _kernel(sizes, scale, lower_bound, packed, *refs):
         (x,) = products([(turned(S_s.at[pair]), dS_s.at[pair, values])])
         held_s[channels(pair)] = _diagonal(x, sums()) * load(whole_s.at[channels(pair)], ROWS)
 
-    d = _of_state(part, upto_s, S_s.at[pair, :, side], R_v, do_v)
+    d = _of_state(part, before_s, S_s.at[pair, :, side], R_v, do_v)
 
     # Once all are here, the memory of S, R and the output's cotangent is free.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     meet(1)
-    for at, matrix in ((HALVES, "half"), (QUARTERS, "quarter"), (OWN, "own")):
+    matrices = lambda of: (of.joined(HALF), of.joined(QUARTER), of.own(form.own))
+    for at in (HALVES, QUARTERS, OWN):
 
         @pl.when(me == at % nk)
-        def _(at=at, matrix=matrix):
-            sums_s[at] = getattr(sums(), matrix)()
+        def _(at=at):
+            sums_s[at] = matrices(sums())[at]
 
     @pl.when(me == nk - 1)
     def _():
         plgpu.copy_smem_to_gmem(diagonal_s.at[0], dbeta_g.at[b, h, tokens])
 
     meet(2)
+
+    def finer():
+        """In the memory of pairs apart, and of matrices that nobody needs any more."""
+        sizes = [size for size in form.joined if size < QUARTER]
+        if not sizes:
+            return
+        of_keys, of_queries = (kk_s, sums_s.at[HALVES]), (qk_s, sums_s.at[QUARTERS])
+        meet(4)
+        for who, own_s, places in ((0, inverse_s, of_keys), (nk - 1, own_qk_s, of_queries)):
+
+            @pl.when(me == who)
+            def _(own_s=own_s, places=places):
+                _share_out(own_s, zip(sizes, places, strict=True), sums(), form.own)
+
+        meet(5)
+        yield from zip(sizes, of_keys, of_queries, strict=True)
+
     free = key_s.at[me], query_s.at[me]
-    d = _of_pairs(part, d, sums_s, (kk_s, qk_s, inverse_s, own_qk_s), free)
-    left = _of_leaving(part, upto_s, dS_s.at[pair, :, side], written_v)
+    d = _of_pairs(part, d, sums, sums_s, (kk_s, qk_s, inverse_s, own_qk_s), finer(), free)
+    left = _of_leaving(part, before_s, dS_s.at[pair, :, side], written_v)
     plgpu.commit_smem()  # log-decays and the state's cotangent were read for the last time
-    plgpu.copy_gmem_to_smem(z_g.at[b, tokens, h, mine], z_s.at[me], again.at[me])
+    if form.raw:
+        plgpu.copy_gmem_to_smem(z_g.at[b, tokens, h, mine], z_s.at[me], again.at[me])
     kept = [dS_s.at[pair, channels(at), side] for at in range(2)]
-    dg = _of_decays(part, d, left, upto_s, held_s.at[mine], (*free, *kept))
+    dg = _of_decays(part, d, left, before_s, held_s.at[mine], (*free, *kept))
     itself = rows(load(diagonal_s.at[1], ROWS), WIDTH)
     dq, dk = d.query + itself * part.key(), d.key + left + itself * part.query()
     if packed:
         dq = dq * rows(part.seg.real_C, WIDTH)
-    plgpu.barrier_wait(again.at[me])
-    dz, dot_s[2, me] = _through_gate(part, dg)
-
-    # To the raw inputs. The scale is in the query: its unit vector is query / scale.
-    dot_s[0, me] = jnp.sum(part.query() * dq, axis=1)
-    dot_s[1, me] = jnp.sum(part.key() * dk, axis=1)
-    meet(3)
-    along = lambda x: rows(sum(load(dot_s.at[x, at], ROWS) for at in range(nk)), WIDTH)
-    dq = rows(q_C, WIDTH) * (dq - part.query() * (along(0) * (1.0 / scale**2)))
-    dk = rows(k_C, WIDTH) * (dk - part.key() * along(1))
+    if form.raw:
+        plgpu.barrier_wait(again.at[me])
+    dz, dot_s[2, me] = form.through(dg, *part.gate())
+    if form.raw:
+        # Through the norms. The scale is in the query: its unit vector is query / scale.
+        dot_s[0, me] = jnp.sum(part.query() * dq, axis=1)
+        dot_s[1, me] = jnp.sum(part.key() * dk, axis=1)
+        meet(3)
+        along = lambda x: rows(sum(load(dot_s.at[x, at], ROWS) for at in range(nk)), WIDTH)
+        dq = dq - part.query() * (along(0) * (1.0 / scale**2))
+        dk = dk - part.key() * along(1)
+    dq, dk = rows(q_C, WIDTH) * dq, rows(k_C, WIDTH) * dk
     targets = (part.q_s, dq_g, dq), (part.k_s, dk_g, dk), (part.high_s, dz_g, dz)
     for place, _, x in targets:
         place[...] = x.astype(jnp.bfloat16)
@@ -416,7 +450,7 @@ def gradients(
     d: Cotangents,
     do_BTHV,
     scale: float,
-    lower_bound: float,
+    form: Form,
     interpret=None,
 ) -> Gradients:
     """Everything that each chunk's cotangents say about the inputs."""
@@ -431,7 +465,7 @@ def gradients(
     tiles = partial(_tiles, columns=WIDTH)
     part, square = tiles(nk, CHUNK, WIDTH), tiles(CHUNK, CHUNK)
     launch = plgpu.kernel(
-        partial(_kernel, x.sizes, scale, lower_bound, packed), out_type=out_type,
+        partial(_kernel, x.sizes, scale, form, packed), out_type=out_type,
         scratch_types=[
             *(square,) * 5, *(part,) * 4, tiles(K // TILE, max(V, 2 * CHUNK), TILE), tiles(nv, TILE, CHUNK),
             plgpu.RefUnion([tiles(K // TILE, V, TILE)], [tiles(3, CHUNK, CHUNK)]),
@@ -442,7 +476,7 @@ def gradients(
             plgpu.Barrier(num_arrivals=3, num_barriers=nk),
             plgpu.Barrier(num_arrivals=2, num_barriers=K // TILE),
             plgpu.Barrier(num_barriers=nk),
-            plgpu.Barrier(num_arrivals=nk, num_barriers=4),
+            plgpu.Barrier(num_arrivals=nk, num_barriers=6),
         ],
         grid=(N, H, B), grid_names=("chunk", "head", "row"), num_threads=nk, thread_name="warpgroup",
         kernel_name="kda_gradients",

@@ -1,10 +1,11 @@
-"""The gated op of whole rows: inputs to the kernels' shapes, and what they give back to the inputs'."""
+"""The ops of whole rows: inputs to the kernels' shapes, and what they give back to the inputs'."""
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kda.mosaic_gpu.form import Finished, Form, Raw
 from pallas_kernels.kda.mosaic_gpu.gradients import gradients
 from pallas_kernels.kda.mosaic_gpu.prepare import CHUNKS, Inputs, prepare
 from pallas_kernels.kda.mosaic_gpu.scan import cotangents, outputs, pieces, starts, states
@@ -22,11 +23,12 @@ def row_pieces(B: int, T: int, H: int) -> int:
     return pieces(B * H, _whole(T) // CHUNK)
 
 
-def _inputs(raw, segment_ids) -> Inputs:
-    q, k, v, z, beta_logits, a_log, dt_bias = raw
+def _inputs(form: Form, given, segment_ids) -> Inputs:
+    q, k, v, *gates = given
     B, T, H, K = q.shape
     T1, K1, V1 = _whole(T), up(K), up(v.shape[3])
-    beta_BHT = jax.nn.sigmoid(beta_logits.astype(jnp.float32)).transpose(0, 2, 1)
+    z, beta, rate_H, bias_HK = form.gates(*gates)
+    beta_BHT = beta.transpose(0, 2, 1)
     index_BT = real_BT = None
     if segment_ids is not None or T1 != T:
         ids_BT = jnp.ones((B, T), jnp.int32) if segment_ids is None else segment_ids
@@ -36,7 +38,7 @@ def _inputs(raw, segment_ids) -> Inputs:
     keys, values = (B, T1, H, K1), (B, T1, H, V1)
     return Inputs(
         pad(q, *keys), pad(k, *keys), pad(v, *values), pad(z, *keys), beta_BHT,
-        jnp.exp(a_log.astype(jnp.float32)), pad(dt_bias.astype(jnp.float32), H, K1), index_BT, real_BT,
+        rate_H, pad(bias_HK, H, K1), index_BT, real_BT,
     )  # fmt: skip
 
 
@@ -51,50 +53,54 @@ def kda_gated(q, k, v, z, beta_logits, a_log, dt_bias, S, segment_ids, scale, lo
 
     `interpret` is what Pallas takes under this name, to run without a GPU.
     """
-    raw = q, k, v, z, beta_logits, a_log, dt_bias
-    return _gated(raw, S, segment_ids, scale, lower_bound, interpret)
+    given = q, k, v, z, beta_logits, a_log, dt_bias
+    return _op(Raw(lower_bound), given, S, segment_ids, scale, interpret)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _gated(raw, S_BHKV, segment_ids, scale, lower_bound, interpret):
-    return _forward(raw, S_BHKV, segment_ids, scale, lower_bound, interpret)[0]
+def kda(q, k, v, g, beta, S, segment_ids, scale, interpret=None):
+    """`pallas_kernels.kda.kda` with every argument given; q, k and v bfloat16, and of no more than 1e4.
+
+    Log-decays are read in float16, good to 11 bits, and those below -26.7 as that; their gradient is made in
+    bfloat16. `interpret` as above.
+    """
+    return _op(Finished(), (q, k, v, g, beta), S, segment_ids, scale, interpret)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 4, 5))
+def _op(form: Form, given, S_BHKV, segment_ids, scale, interpret):
+    return _forward(form, given, S_BHKV, segment_ids, scale, interpret)[0]
 
 
 # Compiled apart, so that equal layers of a model share the lowering of their kernels, half a second each.
-@partial(jax.jit, static_argnums=(3, 4, 5))
-def _forward(raw, S_BHKV, segment_ids, scale, lower_bound, interpret):
-    x = _inputs(raw, segment_ids)
-    o, S = outputs(prepare(x, scale, lower_bound, interpret), _turned_state(S_BHKV), interpret)
-    T, (K, V) = raw[0].shape[1], S_BHKV.shape[2:]
-    return (o[:, :T, :, :V], S[:, :, :V, :K].transpose(0, 1, 3, 2)), (raw, S_BHKV, segment_ids)
+@partial(jax.jit, static_argnums=(0, 4, 5))
+def _forward(form: Form, given, S_BHKV, segment_ids, scale, interpret):
+    x = _inputs(form, given, segment_ids)
+    o, S = outputs(prepare(x, scale, form, interpret), _turned_state(S_BHKV), interpret)
+    T, (K, V) = given[0].shape[1], S_BHKV.shape[2:]
+    return (o[:, :T, :, :V], S[:, :, :V, :K].transpose(0, 1, 3, 2)), (given, S_BHKV, segment_ids)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _backward(scale, lower_bound, interpret, residuals, d_outputs):
-    raw, S_BHKV, segment_ids = residuals
+def _backward(form: Form, scale, interpret, residuals, d_outputs):
+    given, S_BHKV, segment_ids = residuals
     do, dS_BHKV = d_outputs
-    T, (K, V) = raw[0].shape[1], S_BHKV.shape[2:]
-    x = _inputs(raw, segment_ids)
-    p = prepare(x, scale, lower_bound, interpret)
+    T, (K, V) = given[0].shape[1], S_BHKV.shape[2:]
+    x = _inputs(form, given, segment_ids)
+    p = prepare(x, scale, form, interpret)
     do, count = pad(do, *x.v_BTHV.shape), pieces(S_BHKV.shape[0] * S_BHKV.shape[1], x.chunks)
     before, transition = starts(p, _turned_state(S_BHKV), count, interpret)
     kept = states(p, before, interpret)
     d = cotangents(p, do, _turned_state(dS_BHKV), count, transition, interpret)
-    g = gradients(x, p, kept, d, do, scale, lower_bound, interpret)
-    # beta's logit moves it by beta (1 - beta), and `g.beta_BHT` is beta squared times its gradient: nothing
-    # where beta squared is, and its inverse overflows.
-    moved = jnp.where(x.beta_BHT > 1e-18, (1 - x.beta_BHT) / x.beta_BHT, 0)
-    back = (
-        g.q_BTHK[:, :T, :, :K],
-        g.k_BTHK[:, :T, :, :K],
-        g.v_BTHV[:, :T, :, :V],
+    g = gradients(x, p, kept, d, do, scale, form, interpret)
+    of_gates = form.gradients(
         g.z_BTHK[:, :T, :, :K],
-        (g.beta_BHT * moved).transpose(0, 2, 1)[:, :T],
+        g.beta_BHT.transpose(0, 2, 1)[:, :T],
+        x.beta_BHT.transpose(0, 2, 1)[:, :T],
         jnp.sum(g.rate_BHNXC, axis=(0, 2, 3, 4)),
-        jnp.sum(g.z_BTHK, axis=(0, 1), dtype=jnp.float32)[:, :K],
     )
-    back = tuple(y.astype(z.dtype) for y, z in zip(back, raw, strict=True))
+    back = (g.q_BTHK[:, :T, :, :K], g.k_BTHK[:, :T, :, :K], g.v_BTHV[:, :T, :, :V], *of_gates)
+    back = tuple(y.astype(z.dtype) for y, z in zip(back, given, strict=True))
     return back, d.first_BHGVK[:, :, 0, :V, :K].transpose(0, 1, 3, 2).astype(S_BHKV.dtype), None
 
 
-_gated.defvjp(_forward, _backward)
+_op.defvjp(_forward, _backward)

@@ -1,6 +1,5 @@
 """The first kernel: everything that a chunk needs besides the state, all chunks at once (README.md)."""
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,10 +12,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda.mosaic_gpu import decay
 from pallas_kernels.kda.mosaic_gpu.decay import HALF, QUARTER
+from pallas_kernels.kda.mosaic_gpu.form import UNIT, Form
 from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     CHUNK,
     COLUMNS,
-    LOG2E,
     MATRIX,
     PARAMS,
     ROWS,
@@ -35,8 +34,8 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import (
 
 SPLIT = 2  # warpgroups of a chunk: each has half of the channels
 CHUNKS = 2  # of a block: with four warpgroups the compiler keeps to 128 registers a thread
+SLICE = 8  # columns that registers can be cut at
 WIDTH = 32  # channels in a warpgroup's registers at a time
-UNIT = 2.0**-10  # of log-decays in float16, so that slow ones are not subnormal
 
 
 class Inputs(NamedTuple):
@@ -182,22 +181,19 @@ def _inverse(A, a16, t16, places):
     return lax.concatenate([left, right], 1)
 
 
-def _decays(z, bias_K, rate, lower_bound: float):
-    """Bounded log-decays to base 2, negated, in units; 1 / x is the square of rsqrt(x)."""
-    slope, part = rate * -LOG2E, UNIT / (-lower_bound * LOG2E)
-    x = jnp.exp2(z * slope + columns(bias_K * slope + math.log2(part)))
-    return jnp.square(lax.rsqrt(part + x))
-
-
-def _norms(me: _Chunk, dot_s, real_C):
+def _norms(me: _Chunk, form: Form, dot_s, real_C):
     """1 / |q| (0 at padding) and 1 / |k| of the rows; returns when both warpgroups are here."""
-    q_s, k_s, *_ = me.tiles(0)
-    for x, ref in enumerate((q_s, k_s)):
-        dot_s[me.me, x] = sum(jnp.sum(jnp.square(load(part)), axis=1) for (part,) in me.mine(ref))
+    if form.raw:
+        q_s, k_s, *_ = me.tiles(0)
+        for x, ref in enumerate((q_s, k_s)):
+            dot_s[me.me, x] = sum(jnp.sum(jnp.square(load(part)), axis=1) for (part,) in me.mine(ref))
     me.meet(0)
-    q_C, k_C = (
-        lax.rsqrt(sum(load(dot_s.at[half, x], ROWS) for half in range(SPLIT)) + 1e-6) for x in range(2)
-    )
+    if form.raw:
+        q_C, k_C = (
+            lax.rsqrt(sum(load(dot_s.at[half, x], ROWS) for half in range(SPLIT)) + 1e-6) for x in range(2)
+        )
+    else:
+        q_C = k_C = plgpu.layout_cast(jnp.ones(CHUNK, jnp.float32), ROWS)
     return q_C if real_C is None else q_C * real_C, k_C
 
 
@@ -211,15 +207,25 @@ def _unit(ref):
     return lax.bitcast_convert_type(plgpu.layout_cast(ref[...], MATRIX), jnp.float16)
 
 
-def _scores(me: _Chunk, matrices, own, norms, fetch):
+def _spans(me: _Chunk, size: int, matrices):
+    """What sums log-decays g_s between a token and where pairs of blocks of this size factor."""
+    quarter, upto, after = matrices
+    early, late = pl.ds(0, HALF), pl.ds(HALF, HALF)
+    if size == HALF:
+        return lambda g_s: [(after.at[:, early], g_s.at[early]), (upto.at[:, late], g_s.at[late])]
+    if size == QUARTER:
+        return lambda g_s: [(quarter, g_s)]
+    matrix = _sums(positions(me.zero(size)), None).joined(size)
+    return lambda g_s: [(matrix, g_s)]
+
+
+def _scores(me: _Chunk, form: Form, matrices, same, norms, fetch):
     """Of pairs of tokens, undefined above the diagonal: of keys, in the second warpgroup of queries.
 
     Leaves unit vectors in the places of queries and keys. `fetch` is called when a tile is free.
     """
-    (quarter, upto, after), (q_C, k_C) = matrices, norms
-    early, late = pl.ds(0, HALF), pl.ds(HALF, HALF)
-    to_end = lambda g_s: [(quarter, g_s)]
-    to_middle = lambda g_s: [(after.at[:, early], g_s.at[early]), (upto.at[:, late], g_s.at[late])]
+    q_C, k_C = norms
+    own = _sums(positions(me.zero(1)), same).own(form.own)
 
     def score(left, right):
         return products([(left.at[c], turned(right.at[c])) for c in range(me.nk)])[0]
@@ -234,8 +240,8 @@ def _scores(me: _Chunk, matrices, own, norms, fetch):
     me.meet(1)
     at = me.at + me.zero(2)
     scores = score(me.factors_s.at[at, me.me], me.tiles_s.at[at, 2])
-    for turn, (spans, size) in enumerate(((to_end, QUARTER), (to_middle, HALF))):
-        first, stage = True, 3 + 2 * turn
+    for turn, size in enumerate(form.joined):
+        first, stage, spans = True, 3 + 2 * turn, _spans(me, size, matrices)
         for q_s, k_s, key_s, query_s, g_s in me.mine(*me.narrow(stage)):
             (x,) = products(spans(g_s))
             if first:
@@ -247,15 +253,18 @@ def _scores(me: _Chunk, matrices, own, norms, fetch):
             fetch()
         me.meet(3 + 2 * turn)
         at = me.at + me.zero(stage + 1)
-        here = score(me.factors16_s.at[at, me.me], me.factors16_s.at[at, 0, :, pl.ds(0, CHUNK - size)])
-        scores = _joined(scores, here, size, me.places(stage)[0])
-    me.meet(6)
+        some = pl.ds(0, CHUNK - size // SLICE * SLICE)
+        here = score(me.factors16_s.at[at, me.me], me.factors16_s.at[at, 0, :, some])
+        scores = _joined(scores, here, size, me.places(stage))
+    me.meet(2 + 2 * len(form.joined))
     return scores
 
 
-def _joined(scores, here, size: int, i_C):
+def _joined(scores, here, size: int, places):
     """`here`, of pairs of blocks of a size, in its place: columns of the first, rows from the second on."""
-    pieces = []
+    if size < SLICE:
+        return jnp.where(_joins(places, size), here, scores)
+    i_C, pieces = places[0], []
     for at in range(0, CHUNK, size):
         part = lax.slice(scores, (0, at), (CHUNK, at + size))
         if at // size % 2 == 0:
@@ -265,9 +274,9 @@ def _joined(scores, here, size: int, i_C):
     return lax.concatenate(pieces, 1)
 
 
-def _ends(me: _Chunk, upto, after, scale, seg: decay.Segments):
+def _ends(me: _Chunk, stage: int, upto, after, scale, seg: decay.Segments):
     """Leaves q_in and k_in in the places of queries and keys, and k_out in that of their factors."""
-    for q_s, k_s, _, out_s, _, g_s in me.mine(*me.tiles(8)):
+    for q_s, k_s, _, out_s, _, g_s in me.mine(*me.tiles(stage)):
         (x,) = products([(upto, g_s)])
         enter = jnp.exp2(x)
         if seg.enters_C is not None:
@@ -279,10 +288,10 @@ def _ends(me: _Chunk, upto, after, scale, seg: decay.Segments):
             leave = leave * rows(seg.leaves_C, WIDTH)
         k = _unit(k_s).astype(jnp.float32)
         k_s[...], out_s[...] = (k * enter).astype(jnp.bfloat16), (k * leave).astype(jnp.bfloat16)
-    me.meet(7)
+    me.meet(stage - 1)
 
 
-def _kernel(sizes, scale, lower_bound, packed, *refs):
+def _kernel(sizes, scale, form, packed, *refs):
     """Two chunks of one head of one row."""
     nk, count = sizes[3] // TILE, 9 if packed else 7
     sums_g, *refs = refs
@@ -317,10 +326,10 @@ def _kernel(sizes, scale, lower_bound, packed, *refs):
     plgpu.barrier_wait(ready.at[at])
     me = _Chunk(at, mine, nk, x.rate_H[h], tiles_s, factors_s, factors16_s, g_s, met)
     barriers = later.at[at], shared, came
-    _chunk(x, out, (b, h, first + at), me, sums_s, vectors(at), barriers, scale, lower_bound)
+    _chunk(x, out, (b, h, first + at), me, sums_s, vectors(at), barriers, scale, form)
 
 
-def _chunk(x: Any, out: Any, where, me: _Chunk, sums_s, vectors, barriers, scale, lower_bound):
+def _chunk(x: Any, out: Any, where, me: _Chunk, sums_s, vectors, barriers, scale, form):
     """One chunk of one head of one row."""
     (later, shared, came), matrices = barriers, [sums_s.at[place] for place in range(3)]
     (b, h, n), at, mine, nk, packed = where, me.at, me.me, me.nk, x.index_BT is not None
@@ -332,10 +341,10 @@ def _chunk(x: Any, out: Any, where, me: _Chunk, sums_s, vectors, barriers, scale
     seg = segments()
     for p, (z, g) in enumerate(me.mine(z_s, g_s)):
         bias = load(bias_s.at[pl.ds((mine * nk + p) * WIDTH, WIDTH)], COLUMNS)
-        steps = _decays(load(z), bias, me.rate, lower_bound)
+        steps = form.steps(z, bias, me.rate)
         g[...] = (steps * rows(seg.real_C, WIDTH) if packed else steps).astype(jnp.float16)
     plgpu.barrier_wait(later)
-    q_C, k_C = _norms(me, dot_s, seg.real_C)
+    q_C, k_C = _norms(me, form, dot_s, seg.real_C)
 
     @pl.when(mine == 0)
     def _():
@@ -358,9 +367,9 @@ def _chunk(x: Any, out: Any, where, me: _Chunk, sums_s, vectors, barriers, scale
             source = x.v_BTHV.at[b, tokens, h, channels(mine)]
             plgpu.copy_gmem_to_smem(source, v_s.at[mine], came.at[at * SPLIT + mine])
 
-    own = _sums(positions(me.zero(1)), segments().same).own()
-    scores = _scores(me, matrices, own, (q_C, k_C), fetch)
-    _ends(me, matrices[1], matrices[2], scale, segments())
+    scores = _scores(me, form, matrices, segments().same, (q_C, k_C), fetch)
+    last = 4 + 2 * len(form.joined)
+    _ends(me, last, matrices[1], matrices[2], scale, segments())
 
     @pl.when(mine < nk)
     def _():
@@ -369,7 +378,7 @@ def _chunk(x: Any, out: Any, where, me: _Chunk, sums_s, vectors, barriers, scale
         plgpu.copy_smem_to_gmem(out_s.at[mine], out.out_BHNCK.at[b, h, n, :, part])
 
     inverse, pair = key_s.at[0], key_s.at[1]
-    i_C, j_C = places = me.places(9)
+    i_C, j_C = places = me.places(last + 1)
     same = segments().same
     only = lambda chosen: jnp.where(chosen & same if packed else chosen, scores, 0.0)
 
@@ -385,7 +394,7 @@ def _chunk(x: Any, out: Any, where, me: _Chunk, sums_s, vectors, barriers, scale
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(pair, out.pair_BHNCC.at[b, h, n])
 
-    me.meet(8)
+    me.meet(last)
 
     k_in, v = k_s.at[mine], v_s.at[mine]
     of_w, of_u = [(inverse, k_in)], [(turned(v), turned(inverse))]
@@ -436,18 +445,18 @@ def _sums(at, same) -> decay.Sums:
     return decay.Sums(at, same, -UNIT, jnp.float16)
 
 
-def prepare(x: Inputs, scale: float, lower_bound: float, interpret=None) -> Prepared:
+def prepare(x: Inputs, scale: float, form: Form, interpret=None) -> Prepared:
     """Decays, pairs and the triangular inverse of every chunk; queries have the scale in them."""
     B, T, H, K, V = x.sizes
     N, nk, packed = T // CHUNK, K // TILE, x.index_BT is not None
     sums = _sums(np.indices((CHUNK, CHUNK)), None)
-    sums_XCC = jnp.stack([sums.quarter(), sums.upto(), sums.after()])  # to make them there costs a tenth
+    sums_XCC = jnp.stack([sums.joined(QUARTER), sums.upto(), sums.after()])  # to make them there costs a tenth
     vector = lambda *shape, dtype=jnp.float32: plgpu.SMEM((CHUNKS, *shape), dtype)
     # One swizzle for all: both operands of a product need the same, and half a tile of columns is written.
     whole = partial(tiles, columns=WIDTH)
     half = partial(tiles, dtype=jnp.float16, columns=WIDTH)
     return Prepared(*plgpu.kernel(
-        partial(_kernel, x.sizes, scale, lower_bound, packed),
+        partial(_kernel, x.sizes, scale, form, packed),
         out_type=Prepared(
             bfloat16(B, H, N, 2 * CHUNK, K), bfloat16(B, H, N, CHUNK, K), bfloat16(B, H, N, CHUNK, CHUNK),
             bfloat16(B, H, N, V, CHUNK), float32(B, H, N, K), bfloat16(B, H, N, CHUNK, CHUNK),

@@ -1,18 +1,17 @@
 """What a call gives the kernels: raw inputs, as `kda_gated` takes them, or finished ones, as `kda`."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.kda.mosaic_gpu import decay
 from pallas_kernels.kda.mosaic_gpu.decay import HALF, QUARTER
 from pallas_kernels.kda.mosaic_gpu.warpgroup import CHUNK, LOG2E, MATRIX, ROWS, columns, load
 
-UNIT = 2.0**-10  # of log-decays in float16, so that slow ones are not subnormal
+UNIT = 2.0**-10  # of log-decays to base 2 in float16, so that slow ones are not subnormal
 LOWEST = -26.7  # nats: e^-26.7 is nothing beside any other term, and e^(3 x 26.7) fits bfloat16
 SMALLEST = 1e-12  # write strength: what it writes is nothing, and its gradient is divided by its square
 
@@ -38,14 +37,10 @@ class Raw(NamedTuple):
         return dz_BTHK, beta2_dbeta_BTH * moved, drate_H, jnp.sum(dz_BTHK, axis=(0, 1), dtype=jnp.float32)
 
     def steps(self, z_s, bias_K, rate):
-        """Log-decays to base 2, negated, in units; 1 / x is the square of rsqrt(x)."""
+        """Log-decays in units; 1 / x is the square of rsqrt(x)."""
         slope, part = rate * -LOG2E, UNIT / (-self.lower_bound * LOG2E)
-        x = jnp.exp2(load(z_s) * slope + columns(bias_K * slope + math.log2(part)))
-        return jnp.square(lax.rsqrt(part + x))
-
-    def decays(self, z_s, bias_K, rate):
-        """Log-decays to base 2, in float32."""
-        return decay.bounded(load(z_s) + columns(bias_K), rate, self.lower_bound)
+        x = lax.rsqrt(part + jnp.exp2(load(z_s) * slope + columns(bias_K * slope + math.log2(part))))
+        return x * -x
 
     def through(self, dg, z_s, bias_K, rate):
         """(gradient of logits, that of the rate for each token) from that of log-decays."""
@@ -64,9 +59,9 @@ class Finished(NamedTuple):
     joined = (4, 8, QUARTER, HALF)
 
     def gates(self, g_BTHK, beta_BTH):
-        """As `Raw.gates`; log-decays in units, negated, float16 in the guise of bfloat16."""
+        """As `Raw.gates`; log-decays in units, float16 in the guise of bfloat16."""
         g = jnp.maximum(g_BTHK.astype(jnp.float32), LOWEST)
-        bits = lax.bitcast_convert_type((g * (-LOG2E / UNIT)).astype(jnp.float16), jnp.bfloat16)
+        bits = lax.bitcast_convert_type((g * (LOG2E / UNIT)).astype(jnp.float16), jnp.bfloat16)
         H, K = g_BTHK.shape[2:]
         beta = jnp.maximum(beta_BTH.astype(jnp.float32), SMALLEST)
         return bits, beta, jnp.ones(H), jnp.zeros((H, K))
@@ -75,17 +70,10 @@ class Finished(NamedTuple):
         return dg_BTHK, jnp.where(beta_BTH > 0, beta2_dbeta_BTH / jnp.square(beta_BTH), 0)
 
     def steps(self, z_s, bias_K, rate):
-        return _float16(z_s)
-
-    def decays(self, z_s, bias_K, rate):
-        return _float16(z_s).astype(jnp.float32) * -UNIT
+        return lax.bitcast_convert_type(plgpu.layout_cast(z_s[...], MATRIX), jnp.float16)
 
     def through(self, dg, z_s, bias_K, rate):
         return dg, plgpu.layout_cast(jnp.zeros(CHUNK, jnp.float32), ROWS)
 
 
 Form = Raw | Finished
-
-
-def _float16(ref) -> Any:
-    return lax.bitcast_convert_type(plgpu.layout_cast(ref[...], MATRIX), jnp.float16)

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda.mosaic_gpu import decay
 from pallas_kernels.kda.mosaic_gpu.decay import HALF, QUARTER
-from pallas_kernels.kda.mosaic_gpu.form import Form
+from pallas_kernels.kda.mosaic_gpu.form import UNIT, Form
 from pallas_kernels.kda.mosaic_gpu.prepare import Inputs, Prepared
 from pallas_kernels.kda.mosaic_gpu.scan import Cotangents, Kept
 from pallas_kernels.kda.mosaic_gpu.warpgroup import (
@@ -36,7 +36,7 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import tiles as _tiles
 
 WIDTH = 32  # key channels of a warpgroup: with four of them a thread has 128 registers
 FIRST, SECOND = pl.ds(0, HALF), pl.ds(HALF, HALF)
-HALVES, QUARTERS, OWN = range(3)  # matrices that lie in shared memory: `decay.Sums`
+BEFORE, QUARTERS, OWN = range(3)  # matrices that sum log-decays: `decay.Sums`
 
 
 class Gradients(NamedTuple):
@@ -53,13 +53,89 @@ class Gradients(NamedTuple):
     rate_BHNXC: jax.Array
 
 
+class _Memory(NamedTuple):
+    """A block's shared memory, tiles of it numbered; and what its copies and warpgroups wait for."""
+
+    inverse: Any  # later cotangents of scores of keys in one quarter
+    kk: Any  # cotangents of scores of pairs apart
+    qk: Any
+    own_qk: Any
+    sums: Any
+    q: Any
+    k: Any
+    z: Any  # what log-decays are made of, at first and at last
+    g: Any  # the same memory: log-decays, in units
+    dS: Any
+    written: Any
+    S: Any
+    late: Any  # the same memory: a matrix that sums gradients, and scores of pairs in one quarter
+    R: Any
+    do: Any
+    key: Any  # the same memory as R and do: decayed keys and queries
+    query: Any
+    of_channel: Any  # bias, decay of the whole chunk, what the state says of all log-decays
+    of_token: Any  # norms, and diagonals of R v'^t and do v'^t
+    dot: Any  # sums over channels
+    index: Any  # of segments, in packed rows
+    real: Any
+    gate: Any
+    raw: Any
+    shared: Any
+    states: Any
+    again: Any
+    summing: Any
+    met: Any
+
+    @classmethod
+    def of(cls, refs) -> "_Memory":
+        """From scratch memory as `_scratch` asks for it."""
+        inverse, kk, qk, own_qk, sums, q, k, gates, dS, written, states, values, *rest = refs
+        ((z,), (g,)), ((S,), (late,)), ((R, do), (key, query)) = gates, states, values
+        ids = [] if len(rest) > 10 else [None, None]
+        return cls(
+            inverse, kk, qk, own_qk, sums, q, k, z, g, dS, written, S, late, R, do, key, query,
+            *rest[:3], *ids, *rest[3:],
+        )  # fmt: skip
+
+    def meet(self, at: int):
+        """All warpgroups, with what they have written so far."""
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.met.at[at])
+        plgpu.barrier_wait(self.met.at[at])
+
+
+def _scratch(K: int, V: int, packed: bool):
+    nk, nv = K // WIDTH, V // TILE
+    # One swizzle for all: both operands of a product need the same, and half a tile of columns is read.
+    tiles, half = partial(_tiles, columns=WIDTH), partial(_tiles, columns=WIDTH, dtype=jnp.float16)
+    vector = lambda *shape, dtype=jnp.float32: plgpu.SMEM(shape, dtype)
+    part, square, value = tiles(nk, CHUNK, WIDTH), tiles(CHUNK, CHUNK), tiles(nv, CHUNK, TILE)
+    return [
+        *(square,) * 4, half(3, CHUNK, CHUNK),
+        part, part, plgpu.RefUnion([part], [half(nk, CHUNK, WIDTH)]),
+        tiles(K // TILE, max(V, 2 * CHUNK), TILE), tiles(nv, TILE, CHUNK),
+        plgpu.RefUnion([tiles(K // TILE, V, TILE)], [tiles(3, CHUNK, CHUNK)]),
+        plgpu.RefUnion([value, value], [part, part]),
+        # Few allocations: each takes a multiple of 1,024 bytes.
+        vector(3, K), vector(4, CHUNK), vector(3, nk, CHUNK),
+        *([vector(CHUNK, dtype=jnp.int32), vector(CHUNK)] if packed else []),
+        plgpu.Barrier(num_arrivals=2, num_barriers=nk),
+        plgpu.Barrier(num_arrivals=2, num_barriers=nk),
+        plgpu.Barrier(num_arrivals=3 + 3 * nv + 2 * packed),
+        plgpu.Barrier(num_arrivals=2, num_barriers=K // TILE),
+        plgpu.Barrier(num_barriers=nk),
+        plgpu.Barrier(),
+        plgpu.Barrier(num_arrivals=nk, num_barriers=5),
+    ]  # fmt: skip
+
+
 class _Part(NamedTuple):
     """A warpgroup's key channels of a chunk, [64, 32]."""
 
     q_s: Any
     k_s: Any
-    high_s: Any  # log-decays, in two parts; before and after, what they are made of
-    low_s: Any
+    z_s: Any
+    g_s: Any
     q_C: Any  # 1 / |q|, with the scale
     k_C: Any
     bias_s: Any
@@ -75,20 +151,28 @@ class _Part(NamedTuple):
 
     def gate(self):
         """What log-decays are made of."""
-        return self.high_s, load(self.bias_s, COLUMNS), self.rate
+        return self.z_s, load(self.bias_s, COLUMNS), self.rate
 
     def put_decays(self):
-        g = self.form.decays(*self.gate())
-        g = g if self.seg.real_C is None else g * rows(self.seg.real_C, WIDTH)
-        _put(g, self.high_s, self.low_s)
+        steps = self.form.steps(*self.gate())
+        steps = steps if self.seg.real_C is None else steps * rows(self.seg.real_C, WIDTH)
+        self.g_s[...] = steps.astype(jnp.float16)
+        plgpu.commit_smem()
 
     def decays(self):
-        return load(self.high_s) + load(self.low_s)
+        """To base 2, as what is summed."""
+        return load(self.g_s) * UNIT
 
     def summed(self, matrix):
         """Sums of log-decays over the tokens that the matrix chooses."""
-        (x,) = products([(matrix, self.high_s), (matrix, self.low_s)])
+        (x,) = products([(matrix, self.g_s)])
         return x
+
+    def to_middle(self, before_s):
+        """Sums between a token and the end of the first half."""
+        after, upto = turned(before_s.at[FIRST]), before_s.at[:, SECOND]
+        (x,) = products([(after, self.g_s.at[FIRST]), (upto, self.g_s.at[SECOND])])
+        return x + jnp.where(_second_half(), self.decays(), 0.0)
 
 
 class _Gradients(NamedTuple):
@@ -159,14 +243,14 @@ def _of_state(part: _Part, before_s, S_s, R_s, do_s) -> _Gradients:
     return _held(_Gradients(query, key, part.query() * query + part.key() * key))
 
 
-def _of_pairs(part: _Part, d: _Gradients, sums, sums_s, scores, finer, free) -> _Gradients:
+def _of_pairs(part: _Part, d: _Gradients, sums_s, scores, finer, free) -> _Gradients:
     """By the scores of pairs, factored as in `prepare`.
 
     Args:
-      sums: makes matrices of sums. sums_s: those that lie in memory. scores: cotangents (of keys apart, of
-        queries apart, of keys in one quarter, of queries in one quarter). finer: a generator of (size of
-        blocks, cotangents of keys, of queries) of pairs of blocks inside a quarter, which are shared out
-        when it is first asked. free: two tiles of shared memory.
+      sums_s: the matrices of sums. scores: cotangents (of keys apart, of queries apart, of keys in one
+        quarter, of queries in one quarter). finer: a generator of (matrix of sums, cotangents of keys, of
+        queries) of pairs of blocks inside a quarter, which are shared out when it is first asked.
+        free: two tiles of shared memory.
     """
     kk_s, qk_s, own_kk_s, own_qk_s = scores
     key_s, query_s = free
@@ -193,7 +277,7 @@ def _of_pairs(part: _Part, d: _Gradients, sums, sums_s, scores, finer, free) -> 
         return _held(d._replace(key=d.key + x * y, through=d.through + sign * (load(key_s) * y)))
 
     # Rows of the second half, columns of the first.
-    x = jnp.exp2(part.summed(sums_s.at[HALVES]))
+    x = jnp.exp2(part.to_middle(sums_s.at[BEFORE]))
     put(x)
     keys, queries = both(FIRST)[0]
     (y,) = products(keys)
@@ -214,8 +298,8 @@ def _of_pairs(part: _Part, d: _Gradients, sums, sums_s, scores, finer, free) -> 
     d = add_to_key(d, x, halves(*products(of_columns, of_later_columns)), sign=-1)
 
     # Rows of the second of a pair of smaller blocks, columns of its first.
-    for size, finer_kk_s, finer_qk_s in finer:
-        x = jnp.exp2(part.summed(sums().joined(size)))
+    for matrix, finer_kk_s, finer_qk_s in finer:
+        x = jnp.exp2(part.summed(matrix))
         put(x)
         d = add_to_key(d, x, *products([(finer_kk_s, key_s)]))
         d = add_to_query(d, x, *products([(finer_qk_s, key_s)]))
@@ -263,183 +347,191 @@ def _of_decays(part: _Part, d: _Gradients, left, before_s, held_s, free):
     return x if part.seg.real_C is None else x * rows(part.seg.real_C, WIDTH)
 
 
-def _of_scores(me, nk, sums, meet, shared, finished):
+def _of_scores(m: _Memory, me, nk: int, nv: int, form: Form, sums, finished):
     """Leaves R in the place of dv', and the cotangents of scores of pairs in four tiles; shares out the work.
 
     With R = Diag(beta) T^t dv', the cotangent of v is R itself, that of scores of keys is -R v'^t, and its
     diagonal is that of beta, times -beta^2. The pair of a token with itself is not decayed: it stands apart.
     """
-    inverse_s, R_s, written_s, do_s, kk_s, qk_s, own_qk_s, before_s, diagonal_s = shared
-    for v, x_s in enumerate(R_s):
+    matrices = lambda of: (of.before(), of.joined(QUARTER), of.own(form.own))
+
+    def put_sums(who: int, at: int):
+        @pl.when(me == who)
+        def _():
+            m.sums[at] = matrices(sums())[at]
+
+    for v in range(nv):
 
         @pl.when(me == v)
-        def _(v=v, x_s=x_s):
-            (x,) = products([(turned(inverse_s), turned(x_s))])
+        def _(v=v):
+            (x,) = products([(turned(m.inverse), turned(m.R.at[v]))])
             plgpu.commit_smem()
-            x_s[...] = x.astype(jnp.bfloat16)
+            m.R[v] = x.astype(jnp.bfloat16)
             plgpu.commit_smem()
             finished(v)
 
-    @pl.when(me == nk - 2)
-    def _():
-        before_s[...] = sums().before()
+    put_sums(nk - 2, BEFORE)
 
     @pl.when(me == nk - 1)
     def _():
         chosen = sums()
-        (x,) = products([(do_s[v], y_s) for v, y_s in enumerate(written_s)])
-        diagonal_s[1] = _diagonal(x, chosen)
-        _put_scores(x, chosen, qk_s, own_qk_s)
+        (x,) = products([(m.do.at[v], m.written.at[v]) for v in range(nv)])
+        m.of_token[3] = _diagonal(x, chosen)
+        _put_scores(x, chosen, m.qk, m.own_qk)
 
-    meet(0)
+    m.meet(0)
 
     @pl.when(me == 0)
     def _():
         chosen = sums()
-        (x,) = products([(R_s[v], y_s) for v, y_s in enumerate(written_s)])
-        diagonal_s[0] = _diagonal(x, chosen)
-        _put_scores(-x, chosen, kk_s, inverse_s)
+        (x,) = products([(m.R.at[v], m.written.at[v]) for v in range(nv)])
+        m.of_token[2] = _diagonal(x, chosen)
+        _put_scores(-x, chosen, m.kk, m.inverse)
+
+    put_sums(1, QUARTERS)
+    put_sums(nk - 1, OWN)
+
+
+def _fetch(m: _Memory, me, where, sources) -> None:
+    """Starts to copy a chunk's inputs, first what is needed first."""
+    (b, h, n), tokens, mine = where, pl.ds(where[2] * CHUNK, CHUNK), pl.ds(me * WIDTH, WIDTH)
+    q_g, k_g, z_g, bias_g, whole_g, inverse_g, norm_g, S_g, written_g, dS_g, d_written_g, do_g, *ids_g = sources
+    nv = written_g.shape[3] // TILE
+    plgpu.copy_gmem_to_smem(z_g.at[b, tokens, h, mine], m.z.at[me], m.gate.at[me])
+    plgpu.copy_gmem_to_smem(bias_g.at[h, mine], m.of_channel.at[0, mine], m.gate.at[me])
+
+    @pl.when(me == 0)
+    def _():
+        for source, target in zip(ids_g, (m.index, m.real), strict=False):
+            plgpu.copy_gmem_to_smem(source.at[b, tokens], target, m.shared)
+        plgpu.copy_gmem_to_smem(inverse_g.at[b, h, n], m.inverse, m.shared)
+        for v in range(nv):
+            of = channels(v)
+            plgpu.copy_gmem_to_smem(d_written_g.at[b, h, n, of], m.R.at[v], m.shared)
+            plgpu.copy_gmem_to_smem(written_g.at[b, h, n, of], m.written.at[v], m.shared)
+            plgpu.copy_gmem_to_smem(do_g.at[b, tokens, h, of], m.do.at[v], m.shared)
+        plgpu.copy_gmem_to_smem(whole_g.at[b, h, n], m.of_channel.at[1], m.shared)
+        plgpu.copy_gmem_to_smem(norm_g.at[b, h, n], m.of_token.at[pl.ds(0, 2)], m.shared)
+
+    # A tile of the states is 64 channels wide, for two warpgroups.
+    pair, values = me // 2, pl.ds(0, nv * TILE)
+
+    @pl.when(me % 2 == 0)
+    def _():
+        for source, target in ((S_g, m.S), (dS_g, m.dS.at[:, values])):
+            plgpu.copy_gmem_to_smem(source.at[b, h, n, :, channels(pair)], target.at[pair], m.states.at[pair])
+
+    for source, target in ((q_g, m.q), (k_g, m.k)):
+        plgpu.copy_gmem_to_smem(source.at[b, tokens, h, mine], target.at[me], m.raw.at[me])
 
 
 def _kernel(sizes, scale, form, packed, *refs):
     """One chunk of one head of one row."""
     nk, nv = sizes[3] // WIDTH, sizes[4] // TILE
-    q_g, k_g, z_g, rate_g, bias_g, whole_g, inverse_g, norm_g, *refs = refs
-    S_g, written_g, dS_g, d_written_g, do_g, *refs = refs
-    ids_g, refs = (refs[:2], refs[2:]) if packed else ([], refs)
-    dq_g, dk_g, dv_g, dz_g, dbeta_g, drate_g, *refs = refs
-    (
-        inverse_s, kk_s, qk_s, own_qk_s, before_s, q_s, k_s, z_s, low_s, dS_s, written_s,
-        ((S_s,), (sums_s,)), ((R_s, do_s), (key_s, query_s)),
-        of_channel_s, of_token_s, dot_s, *ids_s, shared, own, states, again, met,
-    ) = refs  # fmt: skip
-    # Few allocations: each takes a multiple of 1,024 bytes.
-    bias_s, whole_s, held_s = (of_channel_s.at[at] for at in range(3))
-    norm_s, diagonal_s = of_token_s.at[pl.ds(0, 2)], of_token_s.at[pl.ds(2, 2)]
-    b, h, n = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("chunk")
+    rate_g, *refs = refs
+    sources, refs = refs[: 12 + 2 * packed], refs[12 + 2 * packed :]
+    (dq_g, dk_g, dv_g, dz_g, dbeta_g, drate_g), z_g = refs[:6], sources[2]
+    m = _Memory.of(refs[6:])
+    b, h, n = where = tuple(lax.axis_index(name) for name in ("row", "head", "chunk"))
     me = lax.axis_index("warpgroup")
     tokens, mine = pl.ds(n * CHUNK, CHUNK), pl.ds(me * WIDTH, WIDTH)
-
-    def meet(at: int):
-        """All warpgroups, with what they have written so far."""
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(met.at[at])
-        plgpu.barrier_wait(met.at[at])
-
-    for source, target in ((z_g, z_s), (q_g, q_s), (k_g, k_s)):
-        plgpu.copy_gmem_to_smem(source.at[b, tokens, h, mine], target.at[me], own.at[me])
-
-    @pl.when(me == 0)
-    def _():
-        plgpu.copy_gmem_to_smem(inverse_g.at[b, h, n], inverse_s, shared)
-        for v in range(nv):
-            of = channels(v)
-            plgpu.copy_gmem_to_smem(d_written_g.at[b, h, n, of], R_s.at[v], shared)
-            plgpu.copy_gmem_to_smem(written_g.at[b, h, n, of], written_s.at[v], shared)
-            plgpu.copy_gmem_to_smem(do_g.at[b, tokens, h, of], do_s.at[v], shared)
-        plgpu.copy_gmem_to_smem(bias_g.at[h], bias_s, shared)
-        plgpu.copy_gmem_to_smem(whole_g.at[b, h, n], whole_s, shared)
-        plgpu.copy_gmem_to_smem(norm_g.at[b, h, n], norm_s, shared)
-        for source, target in zip(ids_g, ids_s, strict=True):
-            plgpu.copy_gmem_to_smem(source.at[b, tokens], target, shared)
-
-    # A tile of the states is 64 channels wide, for two warpgroups.
     pair, side, values = me // 2, pl.ds(me % 2 * WIDTH, WIDTH), pl.ds(0, nv * TILE)
+    _fetch(m, me, where, sources)
 
-    @pl.when(me % 2 == 0)
-    def _():
-        for source, target in ((S_g, S_s), (dS_g, dS_s.at[:, values])):
-            plgpu.copy_gmem_to_smem(source.at[b, h, n, :, channels(pair)], target.at[pair], states.at[pair])
-
-    R_v, do_v, written_v = ([x.at[v] for v in range(nv)] for x in (R_s, do_s, written_s))
     rate = rate_g[h]
-    segments = lambda: decay.segments(ids_g[0], ids_s, b, n) if packed else decay.NONE
-    sums = lambda: decay.Sums(positions((rate < 0).astype(jnp.int32)), segments().same)
-    plgpu.barrier_wait(shared)
-    q_C, k_C = load(norm_s.at[0], ROWS), load(norm_s.at[1], ROWS)
+    segments = lambda: decay.segments(sources[12], (m.index, m.real), b, n) if packed else decay.NONE
+    places = lambda: (positions((rate < 0).astype(jnp.int32)), segments().same)
+    sums = lambda: decay.Sums(*places(), UNIT, jnp.float16)
+    if packed:
+        plgpu.barrier_wait(m.shared)
     part = _Part(
-        q_s.at[me], k_s.at[me], z_s.at[me], low_s.at[me], q_C, k_C, bias_s.at[mine], rate, form,
+        m.q.at[me], m.k.at[me], m.z.at[me], m.g.at[me], None, None, m.of_channel.at[0, mine], rate, form,
         segments(),
     )  # fmt: skip
-    plgpu.barrier_wait(own.at[me])
+    plgpu.barrier_wait(m.gate.at[me])
     part.put_decays()
-
-    finished = lambda v: plgpu.copy_smem_to_gmem(R_v[v], dv_g.at[b, tokens, h, channels(v)])
-    parts = inverse_s, R_v, written_v, do_v, kk_s, qk_s, own_qk_s, before_s, diagonal_s
-    _of_scores(me, nk, sums, meet, parts, finished)
-    plgpu.barrier_wait(states.at[pair])
+    if not packed:
+        plgpu.barrier_wait(m.shared)
+    finished = lambda v: plgpu.copy_smem_to_gmem(m.R.at[v], dv_g.at[b, tokens, h, channels(v)])
+    _of_scores(m, me, nk, nv, form, sums, finished)
+    plgpu.barrier_wait(m.states.at[pair])
 
     @pl.when(me % 2 == 0)
     def _():
         """What the state itself says about all log-decays of 64 channels."""
-        (x,) = products([(turned(S_s.at[pair]), dS_s.at[pair, values])])
-        held_s[channels(pair)] = _diagonal(x, sums()) * load(whole_s.at[channels(pair)], ROWS)
+        (x,) = products([(turned(m.S.at[pair]), m.dS.at[pair, values])])
+        of = channels(pair)
+        m.of_channel[2, of] = _diagonal(x, sums()) * load(m.of_channel.at[1, of], ROWS)
 
-    d = _of_state(part, before_s, S_s.at[pair, :, side], R_v, do_v)
+    plgpu.barrier_wait(m.raw.at[me])
+    q_C, k_C = (load(m.of_token.at[x], ROWS) for x in range(2))
+    part = part._replace(q_C=q_C, k_C=k_C)
+    each = lambda x: [x.at[v] for v in range(nv)]
+    d = _of_state(part, m.sums.at[BEFORE], m.S.at[pair, :, side], each(m.R), each(m.do))
 
     # Once all are here, the memory of S, R and the output's cotangent is free.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    meet(1)
-    matrices = lambda of: (of.joined(HALF), of.joined(QUARTER), of.own(form.own))
-    for at in (HALVES, QUARTERS, OWN):
-
-        @pl.when(me == at % nk)
-        def _(at=at):
-            sums_s[at] = matrices(sums())[at]
+    m.meet(1)
 
     @pl.when(me == nk - 1)
     def _():
-        plgpu.copy_smem_to_gmem(diagonal_s.at[0], dbeta_g.at[b, h, tokens])
+        plgpu.copy_smem_to_gmem(m.of_token.at[2], dbeta_g.at[b, h, tokens])
 
-    meet(2)
+    @pl.when(me == 1)
+    def _():
+        m.late[0] = decay.Sums(*places()).before()
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(m.summing)
 
     def finer():
-        """In the memory of pairs apart, and of matrices that nobody needs any more."""
+        """In the memory of pairs apart and of the state, which nobody needs any more."""
         sizes = [size for size in form.joined if size < QUARTER]
         if not sizes:
             return
-        of_keys, of_queries = (kk_s, sums_s.at[HALVES]), (qk_s, sums_s.at[QUARTERS])
-        meet(4)
-        for who, own_s, places in ((0, inverse_s, of_keys), (nk - 1, own_qk_s, of_queries)):
+        of_keys, of_queries = (m.kk, m.late.at[1]), (m.qk, m.late.at[2])
+        m.meet(3)
+        for who, own_s, places in ((0, m.inverse, of_keys), (nk - 1, m.own_qk, of_queries)):
 
             @pl.when(me == who)
             def _(own_s=own_s, places=places):
                 _share_out(own_s, zip(sizes, places, strict=True), sums(), form.own)
 
-        meet(5)
-        yield from zip(sizes, of_keys, of_queries, strict=True)
+        m.meet(4)
+        for size, *scores in zip(sizes, of_keys, of_queries, strict=True):
+            yield sums().joined(size), *scores
 
-    free = key_s.at[me], query_s.at[me]
-    d = _of_pairs(part, d, sums, sums_s, (kk_s, qk_s, inverse_s, own_qk_s), finer(), free)
-    left = _of_leaving(part, before_s, dS_s.at[pair, :, side], written_v)
+    free = m.key.at[me], m.query.at[me]
+    d = _of_pairs(part, d, m.sums, (m.kk, m.qk, m.inverse, m.own_qk), finer(), free)
+    left = _of_leaving(part, m.sums.at[BEFORE], m.dS.at[pair, :, side], each(m.written))
     plgpu.commit_smem()  # log-decays and the state's cotangent were read for the last time
     if form.raw:
-        plgpu.copy_gmem_to_smem(z_g.at[b, tokens, h, mine], z_s.at[me], again.at[me])
-    kept = [dS_s.at[pair, channels(at), side] for at in range(2)]
-    dg = _of_decays(part, d, left, before_s, held_s.at[mine], (*free, *kept))
-    itself = rows(load(diagonal_s.at[1], ROWS), WIDTH)
+        plgpu.copy_gmem_to_smem(z_g.at[b, tokens, h, mine], m.z.at[me], m.again.at[me])
+    kept = [m.dS.at[pair, channels(at), side] for at in range(2)]
+    plgpu.barrier_wait(m.summing)
+    dg = _of_decays(part, d, left, m.late.at[0], m.of_channel.at[2, mine], (*free, *kept))
+    itself = rows(load(m.of_token.at[3], ROWS), WIDTH)
     dq, dk = d.query + itself * part.key(), d.key + left + itself * part.query()
     if packed:
         dq = dq * rows(part.seg.real_C, WIDTH)
     if form.raw:
-        plgpu.barrier_wait(again.at[me])
-    dz, dot_s[2, me] = form.through(dg, *part.gate())
+        plgpu.barrier_wait(m.again.at[me])
+    dz, m.dot[2, me] = form.through(dg, *part.gate())
     if form.raw:
         # Through the norms. The scale is in the query: its unit vector is query / scale.
-        dot_s[0, me] = jnp.sum(part.query() * dq, axis=1)
-        dot_s[1, me] = jnp.sum(part.key() * dk, axis=1)
-        meet(3)
-        along = lambda x: rows(sum(load(dot_s.at[x, at], ROWS) for at in range(nk)), WIDTH)
+        m.dot[0, me] = jnp.sum(part.query() * dq, axis=1)
+        m.dot[1, me] = jnp.sum(part.key() * dk, axis=1)
+        m.meet(2)
+        along = lambda x: rows(sum(load(m.dot.at[x, at], ROWS) for at in range(nk)), WIDTH)
         dq = dq - part.query() * (along(0) * (1.0 / scale**2))
         dk = dk - part.key() * along(1)
     dq, dk = rows(q_C, WIDTH) * dq, rows(k_C, WIDTH) * dk
-    targets = (part.q_s, dq_g, dq), (part.k_s, dk_g, dk), (part.high_s, dz_g, dz)
+    targets = (part.q_s, dq_g, dq), (part.k_s, dk_g, dk), (part.z_s, dz_g, dz)
     for place, _, x in targets:
         place[...] = x.astype(jnp.bfloat16)
     plgpu.commit_smem()
     for place, target, _ in targets:
         plgpu.copy_smem_to_gmem(place, target.at[b, tokens, h, mine])
-    plgpu.copy_smem_to_gmem(dot_s.at[2, me], drate_g.at[b, h, n, me])
+    plgpu.copy_smem_to_gmem(m.dot.at[2, me], drate_g.at[b, h, n, me])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -455,35 +547,20 @@ def gradients(
 ) -> Gradients:
     """Everything that each chunk's cotangents say about the inputs."""
     B, T, H, K, V = x.sizes
-    N, nk, nv, packed = T // CHUNK, K // WIDTH, V // TILE, x.index_BT is not None
+    N, nk, packed = T // CHUNK, K // WIDTH, x.index_BT is not None
     out_type = Gradients(
         bfloat16(B, T, H, K), bfloat16(B, T, H, K), bfloat16(B, T, H, V), bfloat16(B, T, H, K),
         float32(B, H, T), float32(B, H, N, nk, CHUNK),
     )  # fmt: skip
-    vector = lambda *shape, dtype=jnp.float32: plgpu.SMEM(shape, dtype)
-    # One swizzle for all: both operands of a product need the same, and half a tile of columns is read.
-    tiles = partial(_tiles, columns=WIDTH)
-    part, square = tiles(nk, CHUNK, WIDTH), tiles(CHUNK, CHUNK)
     launch = plgpu.kernel(
         partial(_kernel, x.sizes, scale, form, packed), out_type=out_type,
-        scratch_types=[
-            *(square,) * 5, *(part,) * 4, tiles(K // TILE, max(V, 2 * CHUNK), TILE), tiles(nv, TILE, CHUNK),
-            plgpu.RefUnion([tiles(K // TILE, V, TILE)], [tiles(3, CHUNK, CHUNK)]),
-            plgpu.RefUnion([tiles(nv, CHUNK, TILE), tiles(nv, CHUNK, TILE)], [part, part]),
-            vector(3, K), vector(4, CHUNK), vector(3, nk, CHUNK),
-            *([vector(CHUNK, dtype=jnp.int32), vector(CHUNK)] if packed else []),
-            plgpu.Barrier(num_arrivals=4 + 3 * nv + 2 * packed),
-            plgpu.Barrier(num_arrivals=3, num_barriers=nk),
-            plgpu.Barrier(num_arrivals=2, num_barriers=K // TILE),
-            plgpu.Barrier(num_barriers=nk),
-            plgpu.Barrier(num_arrivals=nk, num_barriers=6),
-        ],
+        scratch_types=_scratch(K, V, packed),
         grid=(N, H, B), grid_names=("chunk", "head", "row"), num_threads=nk, thread_name="warpgroup",
         kernel_name="kda_gradients",
         compiler_params=PARAMS, interpret=interpret,
     )  # fmt: skip
     ids = (x.index_BT, x.real_BT) if packed else ()
     return Gradients(*launch(
-        x.q_BTHK, x.k_BTHK, x.z_BTHK, x.rate_H, x.bias_HK, p.whole_BHNK, p.inverse_BHNCC, p.norm_BHNXC,
+        x.rate_H, x.q_BTHK, x.k_BTHK, x.z_BTHK, x.bias_HK, p.whole_BHNK, p.inverse_BHNCC, p.norm_BHNXC,
         kept.S_BHNVK, kept.written_BHNVC, d.dS_BHNVK, d.d_written_BHNVC, do_BTHV, *ids,
     ))  # fmt: skip

@@ -441,8 +441,8 @@ def _chunk(x: Any, out: Any, where, me: _Chunk, sums_s, vectors, barriers, scale
 
 
 def _sums(at, same) -> decay.Sums:
-    """Of log-decays that are negated and in units."""
-    return decay.Sums(at, same, -UNIT, jnp.float16)
+    """Of log-decays in units."""
+    return decay.Sums(at, same, UNIT, jnp.float16)
 
 
 def prepare(x: Inputs, scale: float, form: Form, interpret=None) -> Prepared:

@@ -27,7 +27,7 @@ INPUTS = {
     kda_gated: bench.INPUTS,
     kda: ("query", "key", "value", "log_decay", "beta", "initial_state"),
 }
-PACKED = Case(1, 100, 1, 64, 64, ((1, 30), (0, 3), (2, 40), (3, 20), (0, 7)))
+PACKED = Case(1, 100, 2, 64, 64, ((1, 30), (0, 3), (2, 40), (3, 20), (0, 7)))
 
 
 def inputs(case, logits=None, seed=0):
@@ -82,10 +82,10 @@ def expected(args, segment_ids, cots):
 
 
 # Operands are rounded to 8 bits, 2e-3 each: once or twice on the way to a value, up to four times on the way
-# to a gradient. Those of A_log and dt_bias are sums whose terms mostly cancel, and beta's is what a key missed,
-# which is little of what it read where few keys are known.
+# to a gradient. Those of A_log and dt_bias are sums whose terms mostly cancel (of one head alone they may leave
+# next to nothing), and beta's is what a key missed, which is little of what it read where few keys are known.
 VALUES, GRADIENTS = 6e-3, 1e-2
-CANCELLING = {"a_log": 5e-2, "dt_bias": 5e-2, "beta": 3e-2}
+CANCELLING = {"a_log": 2e-2, "dt_bias": 2e-2, "beta": 3e-2}
 
 
 def assert_close(actual, args, segment_ids, cots):
@@ -298,7 +298,7 @@ def interpreted(interpret, args, segment_ids, cots):
         (PACKED, "floor"),
         (PACKED, "long_memory"),
         (Case(1, 64, 2, 128, 128), "random"),
-        (Case(1, 320, 1, 64, 64), "long_memory"),
+        (Case(1, 320, 2, 64, 64), "long_memory"),
         (SMALL["over_a_chunk"], "finished_all_scales"),
         (Case(1, 64, 1, 128, 128), "finished"),
         (PACKED, "finished_at_once"),
@@ -347,7 +347,7 @@ def test_pieces_of_a_row_may_run_side_by_side(count, interpret, monkeypatch):
     """Each from the state that the ones before lead to, and its cotangent from those after."""
     monkeypatch.setattr(scan, "pieces", lambda heads, chunks: count)
     monkeypatch.setattr(op, "pieces", scan.pieces)
-    case = Case(1, 256, 1, 64, 64, ((1, 150), (0, 4), (2, 102)))
+    case = Case(1, 256, 3, 64, 64, ((1, 150), (0, 4), (2, 102)))
     args = inputs(case, -6.0)
     cots = cotangents(args)
     assert_close(interpreted(interpret, args, case.segment_ids, cots), args, case.segment_ids, cots)

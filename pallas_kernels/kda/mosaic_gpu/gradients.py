@@ -456,7 +456,7 @@ def _kernel(sizes, scale, form, packed, *refs):
     _of_scores(m, me, nk, nv, form, sums, finished)
     plgpu.barrier_wait(m.states.at[pair])
 
-    @pl.when(me % 2 == 0)
+    @pl.when(me % 2 == 1)
     def _():
         """What the state itself says about all log-decays of 64 channels."""
         (x,) = products([(turned(m.S.at[pair]), m.dS.at[pair, values])])

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kda.mosaic_gpu.again import prepare_again
 from pallas_kernels.kda.mosaic_gpu.form import Finished, Form, Raw
 from pallas_kernels.kda.mosaic_gpu.gradients import gradients
 from pallas_kernels.kda.mosaic_gpu.prepare import CHUNKS, Inputs, prepare
@@ -75,18 +76,20 @@ def _op(form: Form, given, S_BHKV, segment_ids, scale, interpret):
 @partial(jax.jit, static_argnums=(0, 4, 5))
 def _forward(form: Form, given, S_BHKV, segment_ids, scale, interpret):
     x = _inputs(form, given, segment_ids)
-    o, S = outputs(prepare(x, scale, form, interpret), _turned_state(S_BHKV), interpret)
+    p = prepare(x, scale, form, interpret)
+    o, S = outputs(p, _turned_state(S_BHKV), interpret)
     T, (K, V) = given[0].shape[1], S_BHKV.shape[2:]
-    return (o[:, :T, :, :V], S[:, :, :V, :K].transpose(0, 1, 3, 2)), (given, S_BHKV, segment_ids)
+    values = o[:, :T, :, :V], S[:, :, :V, :K].transpose(0, 1, 3, 2)
+    return values, (given, S_BHKV, segment_ids, p.solved)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _backward(form: Form, scale, interpret, residuals, d_outputs):
-    given, S_BHKV, segment_ids = residuals
+    given, S_BHKV, segment_ids, solved = residuals
     do, dS_BHKV = d_outputs
     T, (K, V) = given[0].shape[1], S_BHKV.shape[2:]
     x = _inputs(form, given, segment_ids)
-    p = prepare(x, scale, form, interpret)
+    p = prepare_again(x, solved, form, interpret)
     do, count = pad(do, *x.v_BTHV.shape), pieces(S_BHKV.shape[0] * S_BHKV.shape[1], x.chunks)
     before, transition = starts(p, _turned_state(S_BHKV), count, interpret)
     kept = states(p, before, interpret)

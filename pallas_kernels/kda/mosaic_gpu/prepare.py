@@ -66,6 +66,15 @@ class Inputs(NamedTuple):
         return self.q_BTHK.shape[1] // CHUNK
 
 
+class Solved(NamedTuple):
+    """What is kept of `Prepared` for the backward pass: what is small, and takes long to make."""
+
+    pair_BHNCC: jax.Array
+    whole_BHNK: jax.Array
+    inverse_BHNCC: jax.Array
+    norm_BHNXC: jax.Array
+
+
 class Prepared(NamedTuple):
     """Of every chunk, in the letters of README.md."""
 
@@ -76,6 +85,10 @@ class Prepared(NamedTuple):
     whole_BHNK: jax.Array
     inverse_BHNCC: jax.Array  # T Diag(beta)
     norm_BHNXC: jax.Array  # 1 / |q| (with the scale) and 1 / |k| of the rows
+
+    @property
+    def solved(self) -> Solved:
+        return Solved(self.pair_BHNCC, self.whole_BHNK, self.inverse_BHNCC, self.norm_BHNXC)
 
 
 class _Chunk(NamedTuple):

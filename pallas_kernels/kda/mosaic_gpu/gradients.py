@@ -338,11 +338,11 @@ def _of_decays(part: _Part, d: _Gradients, left, before_s, held_s, free):
     Args:
       left: of keys, by what they left. free: four tiles of shared memory.
     """
-    through_s, left_s = free[:2], free[2:]
+    *through_s, left_s = free
+    left_s[...] = (part.key() * left).astype(jnp.bfloat16)
     _put(d.through, *through_s)
-    _put(part.key() * left, *left_s)
     onward = [(turned(before_s), x_s) for x_s in through_s]
-    (x,) = products([*onward, *((before_s, x_s) for x_s in left_s)])
+    (x,) = products([*onward, (before_s, left_s)])
     x = x + (load(through_s[0]) + load(through_s[1])) + columns(load(held_s, COLUMNS))
     return x if part.seg.real_C is None else x * rows(part.seg.real_C, WIDTH)
 
@@ -506,7 +506,7 @@ def _kernel(sizes, scale, form, packed, *refs):
     plgpu.commit_smem()  # log-decays and the state's cotangent were read for the last time
     if form.raw:
         plgpu.copy_gmem_to_smem(z_g.at[b, tokens, h, mine], m.z.at[me], m.again.at[me])
-    kept = [m.dS.at[pair, channels(at), side] for at in range(2)]
+    kept = [m.dS.at[pair, channels(0), side]]
     plgpu.barrier_wait(m.summing)
     dg = _of_decays(part, d, left, m.late.at[0], m.of_channel.at[2, mine], (*free, *kept))
     itself = rows(load(m.of_token.at[3], ROWS), WIDTH)

@@ -67,18 +67,20 @@ def cotangents(args):
 # ---- agreement ----
 
 
+@jax.jit
+def definition(args, segment_ids, cots):
+    """(values, gradients)"""
+    call = lambda *x: op_of(args)(
+        *x[:-1], initial_state=x[-1], segment_ids=segment_ids, implementation="reference"
+    )
+    values, pull = jax.vjp(call, *args)
+    return values, pull(cots)
+
+
 def expected(args, segment_ids, cots):
     """The definition's in float32, from the same rounded inputs."""
-
-    @jax.jit
-    def run(args, cots):
-        call = lambda *x: op_of(args)(
-            *x[:-1], initial_state=x[-1], segment_ids=segment_ids, implementation="reference"
-        )
-        values, pull = jax.vjp(call, *args)
-        return values, pull(cots)
-
-    return to_numpy(run(*jax.tree.map(lambda x: x.astype(np.float32), (tuple(args), cots))))
+    args, cots = jax.tree.map(lambda x: x.astype(np.float32), (tuple(args), cots))
+    return to_numpy(definition(args, segment_ids, cots))
 
 
 # Operands are rounded to 8 bits, 2e-3 each: once or twice on the way to a value, up to four times on the way
@@ -232,15 +234,18 @@ def test_the_model_gives_them_what_they_take(monkeypatch):
 # ---- on the device ----
 
 
+compiled = jax.jit(gradients)
+
+
 def here() -> str | None:
     """Why they cannot run on this process's device."""
     return mosaic_gpu.why_not(jax.devices()[0], **CALL)
 
 
 @pytest.mark.skipif(here() is not None, reason=str(here()))
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("T", [1, 63, 65, 4096])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_device_agrees_with_the_definition(T, packed, kind):
     """Several blocks along every grid axis; and the same bits at each run, as a race would not give."""
     cuts = T // 3, T // 5
@@ -248,8 +253,7 @@ def test_the_device_agrees_with_the_definition(T, packed, kind):
     case = Case(3, T, 4, 128, 128, runs if packed else None)
     args = KINDS[kind](case)
     cots = cotangents(args)
-    run = jax.jit(gradients)
-    actual, *again = (to_numpy(run(args, case.segment_ids, cots)) for _ in range(3))
+    actual, *again = (to_numpy(compiled(args, case.segment_ids, cots)) for _ in range(3))
     for other in again:
         jax.tree.map(np.testing.assert_array_equal, other, actual)
     assert_close(actual, args, case.segment_ids, cots)

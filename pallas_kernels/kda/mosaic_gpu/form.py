@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda.mosaic_gpu.decay import HALF, QUARTER
-from pallas_kernels.kda.mosaic_gpu.warpgroup import LOG2E, MATRIX, columns, load
+from pallas_kernels.kda.mosaic_gpu.warpgroup import CHUNK, LOG2E, MATRIX, ROWS, columns, load
 
 UNIT = 2.0**-10  # of log-decays to base 2 in float16, so that slow ones are not subnormal
 LOWEST = -26.7  # nats: e^-26.7 is nothing beside any other term, and e^(3 x 26.7) fits bfloat16
@@ -30,11 +30,11 @@ class Raw(NamedTuple):
         wide = lambda x: x.astype(jnp.float32)
         return z_BTHK, jax.nn.sigmoid(wide(beta_logits_BTH)), jnp.exp(wide(a_log_H)), wide(dt_bias_HK)
 
-    def gradients(self, dz_BTHK, beta2_dbeta_BTH, beta_BTH, drate_H, dbias_HK):
-        """Of the arguments of `gates`, from those of its results; that of beta times beta squared."""
+    def gradients(self, dz_BTHK, beta2_dbeta_BTH, beta_BTH, drate_H):
+        """Of the arguments of `gates`, from those of logits, and of beta times beta squared."""
         # beta's logit moves it by beta (1 - beta). Nothing where beta squared is, and its inverse overflows.
         moved = jnp.where(beta_BTH > 1e-18, (1 - beta_BTH) / beta_BTH, 0)
-        return dz_BTHK, beta2_dbeta_BTH * moved, drate_H, dbias_HK
+        return dz_BTHK, beta2_dbeta_BTH * moved, drate_H, jnp.sum(dz_BTHK, axis=(0, 1), dtype=jnp.float32)
 
     def steps(self, z_s, bias_K, rate):
         """Log-decays in units; 1 / x is the square of rsqrt(x)."""
@@ -66,14 +66,14 @@ class Finished(NamedTuple):
         beta = jnp.maximum(beta_BTH.astype(jnp.float32), SMALLEST)
         return bits, beta, jnp.ones(H), jnp.zeros((H, K))
 
-    def gradients(self, dg_BTHK, beta2_dbeta_BTH, beta_BTH):
+    def gradients(self, dg_BTHK, beta2_dbeta_BTH, beta_BTH, drate_H):
         return dg_BTHK, jnp.where(beta_BTH > 0, beta2_dbeta_BTH / jnp.square(beta_BTH), 0)
 
     def steps(self, z_s, bias_K, rate):
         return lax.bitcast_convert_type(plgpu.layout_cast(z_s[...], MATRIX), jnp.float16)
 
     def through(self, dg, z_s, bias_K, rate):
-        return dg, None
+        return dg, plgpu.layout_cast(jnp.zeros(CHUNK, jnp.float32), ROWS)
 
 
 Form = Raw | Finished

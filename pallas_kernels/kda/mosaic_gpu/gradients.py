@@ -42,8 +42,7 @@ BEFORE, QUARTERS, OWN = range(3)  # matrices that sum log-decays: `decay.Sums`
 class Gradients(NamedTuple):
     """Of q, k, v and z in bfloat16 (with finished log-decays, of these).
 
-    `beta_BHT`: of beta, times beta squared. Of raw inputs, `rate_BHNXC`: of a_log, for each part of channels
-    and token; `bias_BHNXK`: of dt_bias, for each chunk, eight times.
+    `beta_BHT`: of beta, times beta squared. `rate_BHNXC`: of a_log, for each part of channels and token.
     """
 
     q_BTHK: jax.Array
@@ -51,8 +50,7 @@ class Gradients(NamedTuple):
     v_BTHV: jax.Array
     z_BTHK: jax.Array
     beta_BHT: jax.Array
-    rate_BHNXC: jax.Array | None
-    bias_BHNXK: jax.Array | None
+    rate_BHNXC: jax.Array
 
 
 class _Memory(NamedTuple):
@@ -70,12 +68,11 @@ class _Memory(NamedTuple):
     dS: Any
     written: Any
     S: Any
-    late: Any  # the same memory: a matrix that sums gradients, and ones or scores of pairs in one quarter
+    late: Any  # the same memory: a matrix that sums gradients, and scores of pairs in one quarter
     R: Any
     do: Any
     key: Any  # the same memory as R and do: decayed keys and queries
     query: Any
-    total: Any  # the same memory: sums over tokens
     of_channel: Any  # bias, decay of the whole chunk, what the state says of all log-decays
     of_token: Any  # norms, and diagonals of R v'^t and do v'^t
     dot: Any  # sums over channels
@@ -93,10 +90,10 @@ class _Memory(NamedTuple):
     def of(cls, refs) -> "_Memory":
         """From scratch memory as `_scratch` asks for it."""
         inverse, kk, qk, own_qk, sums, q, k, gates, dS, written, states, values, *rest = refs
-        ((z,), (g,)), ((S,), (late,)), ((R, do), (key, query), (total,)) = gates, states, values
+        ((z,), (g,)), ((S,), (late,)), ((R, do), (key, query)) = gates, states, values
         ids = [] if len(rest) > 10 else [None, None]
         return cls(
-            inverse, kk, qk, own_qk, sums, q, k, z, g, dS, written, S, late, R, do, key, query, total,
+            inverse, kk, qk, own_qk, sums, q, k, z, g, dS, written, S, late, R, do, key, query,
             *rest[:3], *ids, *rest[3:],
         )  # fmt: skip
 
@@ -118,7 +115,7 @@ def _scratch(K: int, V: int, packed: bool):
         part, part, plgpu.RefUnion([part], [half(nk, CHUNK, WIDTH)]),
         tiles(K // TILE, max(V, 2 * CHUNK), TILE), tiles(nv, TILE, CHUNK),
         plgpu.RefUnion([tiles(K // TILE, V, TILE)], [tiles(3, CHUNK, CHUNK)]),
-        plgpu.RefUnion([value, value], [part, part], [tiles(nk, CHUNK, WIDTH, dtype=jnp.float32)]),
+        plgpu.RefUnion([value, value], [part, part]),
         # Few allocations: each takes a multiple of 1,024 bytes.
         vector(3, K), vector(4, CHUNK), vector(3, nk, CHUNK),
         *([vector(CHUNK, dtype=jnp.int32), vector(CHUNK)] if packed else []),
@@ -433,8 +430,8 @@ def _kernel(sizes, scale, form, packed, *refs):
     nk, nv = sizes[3] // WIDTH, sizes[4] // TILE
     rate_g, *refs = refs
     sources, refs = refs[: 12 + 2 * packed], refs[12 + 2 * packed :]
-    (dq_g, dk_g, dv_g, dz_g, dbeta_g, *of_head_g), refs = refs[: 5 + 2 * form.raw], refs[5 + 2 * form.raw :]
-    m, z_g = _Memory.of(refs), sources[2]
+    (dq_g, dk_g, dv_g, dz_g, dbeta_g, drate_g), z_g = refs[:6], sources[2]
+    m = _Memory.of(refs[6:])
     b, h, n = where = tuple(lax.axis_index(name) for name in ("row", "head", "chunk"))
     me = lax.axis_index("warpgroup")
     tokens, mine = pl.ds(n * CHUNK, CHUNK), pl.ds(me * WIDTH, WIDTH)
@@ -483,8 +480,6 @@ def _kernel(sizes, scale, form, packed, *refs):
     @pl.when(me == 1)
     def _():
         m.late[0] = decay.Sums(*places()).before()
-        if form.raw:
-            m.late[1] = plgpu.layout_cast(jnp.ones((CHUNK, CHUNK), jnp.bfloat16), MATRIX)
         plgpu.commit_smem()
         plgpu.barrier_arrive(m.summing)
 
@@ -520,9 +515,8 @@ def _kernel(sizes, scale, form, packed, *refs):
         dq = dq * rows(part.seg.real_C, WIDTH)
     if form.raw:
         plgpu.barrier_wait(m.again.at[me])
-    dz, drate = form.through(dg, *part.gate())
+    dz, m.dot[2, me] = form.through(dg, *part.gate())
     if form.raw:
-        m.dot[2, me] = drate
         # Through the norms. The scale is in the query: its unit vector is query / scale.
         m.dot[0, me] = jnp.sum(part.query() * dq, axis=1)
         m.dot[1, me] = jnp.sum(part.key() * dk, axis=1)
@@ -537,12 +531,7 @@ def _kernel(sizes, scale, form, packed, *refs):
     plgpu.commit_smem()
     for place, target, _ in targets:
         plgpu.copy_smem_to_gmem(place, target.at[b, tokens, h, mine])
-    if form.raw:
-        drate_g, dbias_g = of_head_g
-        plgpu.copy_smem_to_gmem(m.dot.at[2, me], drate_g.at[b, h, n, me])
-        (m.total[me],) = products([(m.late.at[1], part.z_s)])
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(m.total.at[me, pl.ds(0, 8)], dbias_g.at[b, h, n, :, mine])
+    plgpu.copy_smem_to_gmem(m.dot.at[2, me], drate_g.at[b, h, n, me])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -559,11 +548,10 @@ def gradients(
     """Everything that each chunk's cotangents say about the inputs."""
     B, T, H, K, V = x.sizes
     N, nk, packed = T // CHUNK, K // WIDTH, x.index_BT is not None
-    of_heads = [float32(B, H, N, nk, CHUNK), float32(B, H, N, 8, K)] if form.raw else []
-    out_type = [
+    out_type = Gradients(
         bfloat16(B, T, H, K), bfloat16(B, T, H, K), bfloat16(B, T, H, V), bfloat16(B, T, H, K),
-        float32(B, H, T), *of_heads,
-    ]  # fmt: skip
+        float32(B, H, T), float32(B, H, N, nk, CHUNK),
+    )  # fmt: skip
     launch = plgpu.kernel(
         partial(_kernel, x.sizes, scale, form, packed), out_type=out_type,
         scratch_types=_scratch(K, V, packed),
@@ -572,8 +560,7 @@ def gradients(
         compiler_params=PARAMS, interpret=interpret,
     )  # fmt: skip
     ids = (x.index_BT, x.real_BT) if packed else ()
-    found = launch(
+    return Gradients(*launch(
         x.rate_H, x.q_BTHK, x.k_BTHK, x.z_BTHK, x.bias_HK, p.whole_BHNK, p.inverse_BHNCC, p.norm_BHNXC,
         kept.S_BHNVK, kept.written_BHNVC, d.dS_BHNVK, d.d_written_BHNVC, do_BTHV, *ids,
-    )  # fmt: skip
-    return Gradients(*found, *([] if form.raw else [None, None]))
+    ))  # fmt: skip

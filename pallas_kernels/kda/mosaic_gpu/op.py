@@ -95,11 +95,12 @@ def _backward(form: Form, scale, interpret, residuals, d_outputs):
     kept = states(p, before, interpret)
     d = cotangents(p, do, _turned_state(dS_BHKV), count, transition, interpret)
     g = gradients(x, p, kept, d, do, scale, form, interpret)
-    of_heads = []
-    if g.rate_BHNXC is not None and g.bias_BHNXK is not None:
-        of_heads = [jnp.sum(g.rate_BHNXC, axis=(0, 2, 3, 4)), jnp.sum(g.bias_BHNXK[:, :, :, 0, :K], axis=(0, 2))]
-    by_token = lambda x_BHT: x_BHT.transpose(0, 2, 1)[:, :T]
-    of_gates = form.gradients(g.z_BTHK[:, :T, :, :K], by_token(g.beta_BHT), by_token(x.beta_BHT), *of_heads)
+    of_gates = form.gradients(
+        g.z_BTHK[:, :T, :, :K],
+        g.beta_BHT.transpose(0, 2, 1)[:, :T],
+        x.beta_BHT.transpose(0, 2, 1)[:, :T],
+        jnp.sum(g.rate_BHNXC, axis=(0, 2, 3, 4)),
+    )
     back = (g.q_BTHK[:, :T, :, :K], g.k_BTHK[:, :T, :, :K], g.v_BTHV[:, :T, :, :V], *of_gates)
     back = tuple(y.astype(z.dtype) for y, z in zip(back, given, strict=True))
     return back, d.first_BHGVK[:, :, 0, :V, :K].transpose(0, 1, 3, 2).astype(S_BHKV.dtype), None

@@ -184,7 +184,11 @@ def kernels(K: int, V: int, packed: bool) -> Iterator[tuple[str, Callable, tuple
         yield f"gradients{of}", partial(gradients, scale=scale, form=form), (x, p, kept, d, values)
     key, value, head = array(B, H, K), array(B, H, V), array(H, dtype=wide)
     state, bias = array(B, H, K, V, dtype=wide), array(H, K, dtype=wide)
-    yield "step", partial(kda_step, scale=scale, lower_bound=-5.0), (key, key, value, key, array(B, H), head, bias, state)
+    yield (
+        "step",
+        partial(kda_step, scale=scale, lower_bound=-5.0),
+        (key, key, value, key, array(B, H), head, bias, state),
+    )
 
 
 def lowered(function: Callable, arguments: tuple) -> bytes:

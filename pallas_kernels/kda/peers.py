@@ -78,7 +78,9 @@ class FlashLinearAttention:
             out = run()
             given = [torch.ones_like(x) for x in out]
             if cotangents is not None:
-                given = [torch.tensor(d, device="cuda").to(x.dtype) for d, x in zip(cotangents, out, strict=True)]
+                given = [
+                    torch.tensor(d, device="cuda").to(x.dtype) for d, x in zip(cotangents, out, strict=True)
+                ]
             return out, torch.autograd.grad(out, wanted, given)
 
         return forward_and_backward

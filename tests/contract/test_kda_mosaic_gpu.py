@@ -84,8 +84,8 @@ def expected(args, segment_ids, cots):
 
 
 # Operands are rounded to 8 bits, 2e-3 each: once or twice on the way to a value, up to four times on the way
-# to a gradient. Those of A_log and dt_bias are sums whose terms mostly cancel (of one head alone they may leave
-# next to nothing), and beta's is what a key missed, which is little of what it read where few keys are known.
+# to a gradient. Those of A_log and dt_bias are sums whose terms mostly cancel (one head's may be next to
+# nothing), and beta's is what a key missed, which is little of what it read where few keys are known.
 VALUES, GRADIENTS = 6e-3, 1e-2
 CANCELLING = {"a_log": 2e-2, "dt_bias": 2e-2, "beta": 3e-2}
 

@@ -1,4 +1,4 @@
-"""The first kernel backwards: what `prepare` gave once more, from the little of it that was kept (README.md)."""
+"""The first kernel backwards: what `prepare` gave, once more, from the little that was kept (README.md)."""
 
 from functools import partial
 
@@ -21,6 +21,7 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     channels,
     load,
     products,
+    replace,
     rows,
     tiles,
     turned,
@@ -71,12 +72,12 @@ def _kernel(nk: int, nv: int, form: Form, packed: bool, *refs):
             plgpu.barrier_wait(shared)
         plgpu.barrier_wait(keys.at[me])
         norms = [load(norm_s.at[x], ROWS) for x in range(2)]
-        _ends(*(x.at[me] for x in (q_s, k_s, z_s, g_s)), before_s, norms, seg)
+        _ends(q_s.at[me], k_s.at[me], z_s.at[me], g_s.at[me], before_s, norms, seg)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_s.at[me], read_g.at[b, h, n, pl.ds(CHUNK, CHUNK), mine])
         plgpu.copy_smem_to_gmem(z_s.at[me], out_g.at[b, h, n, :, mine])
         (w,) = products([(inverse_s, k_s.at[me])])
-        _replace(k_s.at[me], w, read_g.at[b, h, n, pl.ds(0, CHUNK), mine])
+        replace((k_s.at[me], w, read_g.at[b, h, n, pl.ds(0, CHUNK), mine]))
 
     @pl.when(me < nv)
     def _():
@@ -84,7 +85,7 @@ def _kernel(nk: int, nv: int, form: Form, packed: bool, *refs):
             plgpu.barrier_wait(shared)
         plgpu.barrier_wait(values.at[me])
         (u,) = products([(turned(v_s.at[me]), turned(inverse_s))])
-        _replace(v_s.at[me], u, u_g.at[b, h, n, mine])
+        replace((v_s.at[me], u, u_g.at[b, h, n, mine]))
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -105,14 +106,6 @@ def _ends(q_s, k_s, out_s, g_s, before_s, norms, seg: decay.Segments):
     k_s[...] = (k * enter).astype(jnp.bfloat16)
     plgpu.commit_smem()  # log-decays have been read
     out_s[...] = (k * leave).astype(jnp.bfloat16)
-
-
-def _replace(ref, result, target):
-    """A product in the place of its operand, and out."""
-    plgpu.commit_smem()
-    ref[...] = result.astype(jnp.bfloat16)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(ref, target)
 
 
 def prepare_again(x: Inputs, solved: Solved, form: Form, interpret=None) -> Prepared:

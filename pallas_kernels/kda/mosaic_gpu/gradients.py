@@ -395,7 +395,9 @@ def _of_scores(m: _Memory, me, nk: int, nv: int, form: Form, sums, finished):
 def _fetch(m: _Memory, me, where, sources) -> None:
     """Starts to copy a chunk's inputs, first what is needed first."""
     (b, h, n), tokens, mine = where, pl.ds(where[2] * CHUNK, CHUNK), pl.ds(me * WIDTH, WIDTH)
-    q_g, k_g, z_g, bias_g, whole_g, inverse_g, norm_g, S_g, written_g, dS_g, d_written_g, do_g, *ids_g = sources
+    q_g, k_g, z_g, bias_g, whole_g, inverse_g, norm_g, S_g, written_g, dS_g, d_written_g, do_g, *ids_g = (
+        sources
+    )
     nv = written_g.shape[3] // TILE
     plgpu.copy_gmem_to_smem(z_g.at[b, tokens, h, mine], m.z.at[me], m.gate.at[me])
     plgpu.copy_gmem_to_smem(bias_g.at[h, mine], m.of_channel.at[0, mine], m.gate.at[me])
@@ -425,6 +427,47 @@ def _fetch(m: _Memory, me, where, sources) -> None:
         plgpu.copy_gmem_to_smem(source.at[b, tokens, h, mine], target.at[me], m.raw.at[me])
 
 
+def _put_held(m: _Memory, me, nv: int, sums) -> None:
+    """What the state itself says about all log-decays."""
+
+    @pl.when(me % 2 == 1)
+    def _():
+        pair = me // 2
+        (x,) = products([(turned(m.S.at[pair]), m.dS.at[pair, pl.ds(0, nv * TILE)])])
+        whole = load(m.of_channel.at[1, channels(pair)], ROWS)
+        m.of_channel[2, channels(pair)] = _diagonal(x, sums()) * whole
+
+
+def _finer(m: _Memory, me, nk: int, form: Form, sums):
+    """Of pairs of blocks inside a quarter: the matrix of sums, cotangents of scores of keys, of queries.
+
+    These are in the memory of pairs apart and of the state, which nobody needs any more.
+    """
+    sizes = [size for size in form.joined if size < QUARTER]
+    if not sizes:
+        return
+    of_keys, of_queries = (m.kk, m.late.at[1]), (m.qk, m.late.at[2])
+    m.meet(3)
+    for who, own_s, places in ((0, m.inverse, of_keys), (nk - 1, m.own_qk, of_queries)):
+
+        @pl.when(me == who)
+        def _(own_s=own_s, places=places):
+            _share_out(own_s, zip(sizes, places, strict=True), sums(), form.own)
+
+    m.meet(4)
+    for size, *scores in zip(sizes, of_keys, of_queries, strict=True):
+        yield sums().joined(size), *scores
+
+
+def _through_norms(part: _Part, m: _Memory, me, nk: int, scale: float, dq, dk):
+    """Gradients of unit vectors, less what lies along these; the query's has the scale in it."""
+    m.dot[0, me] = jnp.sum(part.query() * dq, axis=1)
+    m.dot[1, me] = jnp.sum(part.key() * dk, axis=1)
+    m.meet(2)
+    along = lambda x: rows(sum(load(m.dot.at[x, at], ROWS) for at in range(nk)), WIDTH)
+    return dq - part.query() * (along(0) * (1.0 / scale**2)), dk - part.key() * along(1)
+
+
 def _kernel(sizes, scale, form, packed, *refs):
     """One chunk of one head of one row."""
     nk, nv = sizes[3] // WIDTH, sizes[4] // TILE
@@ -435,7 +478,7 @@ def _kernel(sizes, scale, form, packed, *refs):
     b, h, n = where = tuple(lax.axis_index(name) for name in ("row", "head", "chunk"))
     me = lax.axis_index("warpgroup")
     tokens, mine = pl.ds(n * CHUNK, CHUNK), pl.ds(me * WIDTH, WIDTH)
-    pair, side, values = me // 2, pl.ds(me % 2 * WIDTH, WIDTH), pl.ds(0, nv * TILE)
+    pair, side = me // 2, pl.ds(me % 2 * WIDTH, WIDTH)
     _fetch(m, me, where, sources)
 
     rate = rate_g[h]
@@ -455,14 +498,7 @@ def _kernel(sizes, scale, form, packed, *refs):
     finished = lambda v: plgpu.copy_smem_to_gmem(m.R.at[v], dv_g.at[b, tokens, h, channels(v)])
     _of_scores(m, me, nk, nv, form, sums, finished)
     plgpu.barrier_wait(m.states.at[pair])
-
-    @pl.when(me % 2 == 1)
-    def _():
-        """What the state itself says about all log-decays of 64 channels."""
-        (x,) = products([(turned(m.S.at[pair]), m.dS.at[pair, values])])
-        of = channels(pair)
-        m.of_channel[2, of] = _diagonal(x, sums()) * load(m.of_channel.at[1, of], ROWS)
-
+    _put_held(m, me, nv, sums)
     plgpu.barrier_wait(m.raw.at[me])
     q_C, k_C = (load(m.of_token.at[x], ROWS) for x in range(2))
     part = part._replace(q_C=q_C, k_C=k_C)
@@ -483,25 +519,9 @@ def _kernel(sizes, scale, form, packed, *refs):
         plgpu.commit_smem()
         plgpu.barrier_arrive(m.summing)
 
-    def finer():
-        """In the memory of pairs apart and of the state, which nobody needs any more."""
-        sizes = [size for size in form.joined if size < QUARTER]
-        if not sizes:
-            return
-        of_keys, of_queries = (m.kk, m.late.at[1]), (m.qk, m.late.at[2])
-        m.meet(3)
-        for who, own_s, places in ((0, m.inverse, of_keys), (nk - 1, m.own_qk, of_queries)):
-
-            @pl.when(me == who)
-            def _(own_s=own_s, places=places):
-                _share_out(own_s, zip(sizes, places, strict=True), sums(), form.own)
-
-        m.meet(4)
-        for size, *scores in zip(sizes, of_keys, of_queries, strict=True):
-            yield sums().joined(size), *scores
-
     free = m.key.at[me], m.query.at[me]
-    d = _of_pairs(part, d, m.sums, (m.kk, m.qk, m.inverse, m.own_qk), finer(), free)
+    finer = _finer(m, me, nk, form, sums)
+    d = _of_pairs(part, d, m.sums, (m.kk, m.qk, m.inverse, m.own_qk), finer, free)
     left = _of_leaving(part, m.sums.at[BEFORE], m.dS.at[pair, :, side], each(m.written))
     plgpu.commit_smem()  # log-decays and the state's cotangent were read for the last time
     if form.raw:
@@ -517,13 +537,7 @@ def _kernel(sizes, scale, form, packed, *refs):
         plgpu.barrier_wait(m.again.at[me])
     dz, m.dot[2, me] = form.through(dg, *part.gate())
     if form.raw:
-        # Through the norms. The scale is in the query: its unit vector is query / scale.
-        m.dot[0, me] = jnp.sum(part.query() * dq, axis=1)
-        m.dot[1, me] = jnp.sum(part.key() * dk, axis=1)
-        m.meet(2)
-        along = lambda x: rows(sum(load(m.dot.at[x, at], ROWS) for at in range(nk)), WIDTH)
-        dq = dq - part.query() * (along(0) * (1.0 / scale**2))
-        dk = dk - part.key() * along(1)
+        dq, dk = _through_norms(part, m, me, nk, scale, dq, dk)
     dq, dk = rows(q_C, WIDTH) * dq, rows(k_C, WIDTH) * dk
     targets = (part.q_s, dq_g, dq), (part.k_s, dk_g, dk), (part.z_s, dz_g, dz)
     for place, _, x in targets:

@@ -27,6 +27,7 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     load,
     positions,
     products,
+    replace,
     rows,
     tiles,
     turned,
@@ -349,13 +350,9 @@ def _chunk(x: Any, out: Any, where, me: _Chunk, sums_s, vectors, barriers, scale
     nv, tokens = out.u_BHNVC.shape[3] // TILE, pl.ds(n * CHUNK, CHUNK)
     beta_s, bias_s, whole_s, norm_s, dot_s, *ids_s = vectors
     q_s, k_s, key_s, out_s, v_s, g_s = me.tiles(0)
-    z_s = v_s
     segments = lambda: decay.segments(x.index_BT, ids_s, b, n) if packed else decay.NONE
     seg = segments()
-    for p, (z, g) in enumerate(me.mine(z_s, g_s)):
-        bias = load(bias_s.at[pl.ds((mine * nk + p) * WIDTH, WIDTH)], COLUMNS)
-        steps = form.steps(z, bias, me.rate)
-        g[...] = (steps * rows(seg.real_C, WIDTH) if packed else steps).astype(jnp.float16)
+    _put_decays(me, form, v_s, g_s, bias_s, seg.real_C)
     plgpu.barrier_wait(later)
     q_C, k_C = _norms(me, form, dot_s, seg.real_C)
 
@@ -364,13 +361,8 @@ def _chunk(x: Any, out: Any, where, me: _Chunk, sums_s, vectors, barriers, scale
         norm_s[0], norm_s[1] = q_C * scale, k_C
 
     plgpu.barrier_wait(shared)
-
-    @pl.when(mine < nk)
-    def _():
-        last = matrices[1].at[pl.ds(CHUNK - WIDTH, WIDTH)]
-        (total,) = products([(turned(g_s.at[mine]), turned(last))])
-        whole = jnp.exp2(jnp.min(total, axis=1))  # running sums only fall
-        whole_s[channels(mine)] = whole * seg.through if packed else whole
+    _put_whole(me, matrices[1], g_s, whole_s, seg.through)
+    arrived = came.at[at * SPLIT + mine]
 
     def fetch():
         """Nothing of v was needed so far."""
@@ -378,7 +370,7 @@ def _chunk(x: Any, out: Any, where, me: _Chunk, sums_s, vectors, barriers, scale
         @pl.when(mine < nv)
         def _():
             source = x.v_BTHV.at[b, tokens, h, channels(mine)]
-            plgpu.copy_gmem_to_smem(source, v_s.at[mine], came.at[at * SPLIT + mine])
+            plgpu.copy_gmem_to_smem(source, v_s.at[mine], arrived)
 
     scores = _scores(me, form, matrices, segments().same, (q_C, k_C), fetch)
     last = 4 + 2 * len(form.joined)
@@ -390,59 +382,12 @@ def _chunk(x: Any, out: Any, where, me: _Chunk, sums_s, vectors, barriers, scale
         plgpu.copy_smem_to_gmem(q_s.at[mine], out.read_BHNRK.at[b, h, n, pl.ds(CHUNK, CHUNK), part])
         plgpu.copy_smem_to_gmem(out_s.at[mine], out.out_BHNCK.at[b, h, n, :, part])
 
-    inverse, pair = key_s.at[0], key_s.at[1]
-    i_C, j_C = places = me.places(last + 1)
-    same = segments().same
-    only = lambda chosen: jnp.where(chosen & same if packed else chosen, scores, 0.0)
-
-    @pl.when(mine == 0)
-    def _():
-        A = only(rows(i_C, CHUNK) > columns(j_C)) * rows(load(beta_s, ROWS))
-        T = _inverse(A, g_s.at[0], g_s.at[1], places)
-        inverse[...] = (T * columns(load(beta_s, COLUMNS))).astype(jnp.bfloat16)
-
-    @pl.when(mine == 1)
-    def _():
-        pair[...] = (only(rows(i_C, CHUNK) >= columns(j_C)) * scale).astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(pair, out.pair_BHNCC.at[b, h, n])
-
+    inverse = key_s.at[0]
+    _solve(me, scores, me.places(last + 1), segments().same, beta_s, scale, out.pair_BHNCC.at[b, h, n])
     me.meet(last)
-
-    k_in, v = k_s.at[mine], v_s.at[mine]
-    of_w, of_u = [(inverse, k_in)], [(turned(v), turned(inverse))]
-    both = min(nk, nv)
-
-    def replace(*results):
-        """Products in the place of their operands, and out."""
-        plgpu.commit_smem()
-        for ref, result, _ in results:
-            ref[...] = result.astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        for ref, _, target in results:
-            plgpu.copy_smem_to_gmem(ref, target)
-
     w_g = out.read_BHNRK.at[b, h, n, pl.ds(0, CHUNK), channels(mine)]
     u_g = out.u_BHNVC.at[b, h, n, channels(mine)]
-
-    @pl.when(mine < both)
-    def _():
-        plgpu.barrier_wait(came.at[at * SPLIT + mine])
-        w, u = products(of_w, of_u)
-        replace((k_in, w, w_g), (v, u, u_g))
-
-    if nk > both:
-
-        @pl.when(mine >= both)
-        def _():
-            replace((k_in, products(of_w)[0], w_g))
-
-    if nv > both:
-
-        @pl.when(mine >= both)
-        def _():
-            plgpu.barrier_wait(came.at[at * SPLIT + mine])
-            replace((v, products(of_u)[0], u_g))
+    _written(me, nv, inverse, k_s.at[mine], v_s.at[mine], arrived, w_g, u_g)
 
     @pl.when(mine == 0)
     def _():
@@ -451,6 +396,69 @@ def _chunk(x: Any, out: Any, where, me: _Chunk, sums_s, vectors, barriers, scale
         plgpu.copy_smem_to_gmem(norm_s, out.norm_BHNXC.at[b, h, n])
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _put_decays(me: _Chunk, form: Form, z_s, g_s, bias_s, real_C):
+    """Log-decays of this warpgroup's channels into shared memory; none at padding."""
+    for p, (z, g) in enumerate(me.mine(z_s, g_s)):
+        bias = load(bias_s.at[pl.ds((me.me * me.nk + p) * WIDTH, WIDTH)], COLUMNS)
+        steps = form.steps(z, bias, me.rate)
+        g[...] = (steps if real_C is None else steps * rows(real_C, WIDTH)).astype(jnp.float16)
+
+
+def _put_whole(me: _Chunk, upto, g_s, whole_s, through):
+    """The decay of the whole chunk."""
+
+    @pl.when(me.me < me.nk)
+    def _():
+        last = upto.at[pl.ds(CHUNK - WIDTH, WIDTH)]
+        (total,) = products([(turned(g_s.at[me.me]), turned(last))])
+        whole = jnp.exp2(jnp.min(total, axis=1))  # running sums only fall
+        whole_s[channels(me.me)] = whole if through is None else whole * through
+
+
+def _solve(me: _Chunk, scores, places, same, beta_s, scale, pair_g):
+    """Leaves T Diag(beta) and the scores of queries in the first factors' place; sends these off."""
+    inverse, pair = (me.tiles(0)[2].at[place] for place in range(2))
+    g_s, (i_C, j_C) = me.tiles(0)[5], places
+    only = lambda chosen: jnp.where(chosen if same is None else chosen & same, scores, 0.0)
+
+    @pl.when(me.me == 0)
+    def _():
+        A = only(rows(i_C, CHUNK) > columns(j_C)) * rows(load(beta_s, ROWS))
+        T = _inverse(A, g_s.at[0], g_s.at[1], places)
+        inverse[...] = (T * columns(load(beta_s, COLUMNS))).astype(jnp.bfloat16)
+
+    @pl.when(me.me == 1)
+    def _():
+        pair[...] = (only(rows(i_C, CHUNK) >= columns(j_C)) * scale).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(pair, pair_g)
+
+
+def _written(me: _Chunk, nv: int, inverse, k_in, v, arrived, w_g, u_g):
+    """w in the place of k_in, u in that of v, and both out: of as many tiles as there are."""
+    of_w, of_u = [(inverse, k_in)], [(turned(v), turned(inverse))]
+    both = min(me.nk, nv)
+
+    @pl.when(me.me < both)
+    def _():
+        plgpu.barrier_wait(arrived)
+        w, u = products(of_w, of_u)
+        replace((k_in, w, w_g), (v, u, u_g))
+
+    if me.nk > both:
+
+        @pl.when(me.me >= both)
+        def _():
+            replace((k_in, products(of_w)[0], w_g))
+
+    if nv > both:
+
+        @pl.when(me.me >= both)
+        def _():
+            plgpu.barrier_wait(arrived)
+            replace((v, products(of_u)[0], u_g))
 
 
 def _sums(at, same) -> decay.Sums:
@@ -463,7 +471,9 @@ def prepare(x: Inputs, scale: float, form: Form, interpret=None) -> Prepared:
     B, T, H, K, V = x.sizes
     N, nk, packed = T // CHUNK, K // TILE, x.index_BT is not None
     sums = _sums(np.indices((CHUNK, CHUNK)), None)
-    sums_XCC = jnp.stack([sums.joined(QUARTER), sums.upto(), sums.after()])  # to make them there costs a tenth
+    sums_XCC = jnp.stack(
+        [sums.joined(QUARTER), sums.upto(), sums.after()]
+    )  # to make them there costs a tenth
     vector = lambda *shape, dtype=jnp.float32: plgpu.SMEM((CHUNKS, *shape), dtype)
     # One swizzle for all: both operands of a product need the same, and half a tile of columns is written.
     whole = partial(tiles, columns=WIDTH)

@@ -79,6 +79,16 @@ def products(*sums):
     return pl.run_scoped(run, *(plgpu.WGMMAAccumulatorRef((CHUNK, pairs[0][1].shape[1])) for pairs in sums))
 
 
+def replace(*results):
+    """Of each (operand in shared memory, its product, target): the product in its place, and out."""
+    plgpu.commit_smem()
+    for ref, product, _ in results:
+        ref[...] = product.astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    for ref, _, target in results:
+        plgpu.copy_smem_to_gmem(ref, target)
+
+
 def positions(opaque):
     """(row, column) of every entry of a 64 x 64 matrix.
 

@@ -77,7 +77,8 @@ def kda(
     Args:
       query, key: [B, T, H, K] float32, bfloat16 or float64; not normalised here.
       value: [B, T, H, V], whose dtype the output has.
-      log_decay: [B, T, H, K], nats per token, never positive; used in float32 or more.
+      log_decay: [B, T, H, K], nats per token, never positive; used in float32 or more, but by `mosaic_gpu`
+        in float16, good to 11 bits, and as -26.7 where it is below that.
       beta: [B, T, H], the write strength in (0, 1); used in float32 or more.
       scale: a factor on the output; K^-1/2 by default.
       initial_state: [B, H, K, V], float32 or more, which each row's first segment continues; zero

@@ -335,7 +335,7 @@ def test_agrees_with_the_definition(case, kind, interpret):
 @needs_new
 @pytest.mark.slow
 def test_errors_are_those_of_another_librarys_kernels_at_most(interpret):
-    """At T = 1024, as the benchmark stored the other's; three are more (README.md), and not more so than there."""
+    """At T = 1024, as the benchmark stored the other's; three are more (README.md)."""
     args = [np.asarray(x) for x in bench.rounded()]
     do, dS = bench.cotangents()
     found = interpreted(interpret, args, None, (do.astype(jnp.bfloat16), dS))

@@ -54,8 +54,8 @@ class Twice:
         run = jax.jit(kda.forward("reference", case))
         return lambda: time.sleep(0.05) or run(*inputs)
 
-    def both(self, case, inputs):
-        run = jax.jit(kda.both("reference", case))
+    def both(self, case, inputs, cotangents=None):
+        run = jax.jit(kda.both("reference", case, cotangents))
         return lambda: time.sleep(0.05) or run(*inputs)
 
     def replayed(self, run):

@@ -260,14 +260,17 @@ def here() -> str | None:
 
 
 @pytest.mark.skipif(here() is not None, reason=str(here()))
-@pytest.mark.parametrize("T", [1, 63, 65, 4096])
+@pytest.mark.parametrize(
+    ("T", "K", "V"),
+    [(1, 128, 128), (63, 128, 128), (65, 128, 128), (4096, 128, 128), (65, 64, 128), (65, 100, 64)],
+)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_device_agrees_with_the_definition(T, packed, kind):
+def test_the_device_agrees_with_the_definition(T, K, V, packed, kind):
     """Several blocks along every grid axis; and the same bits at each run, as a race would not give."""
     cuts = T // 3, T // 5
     runs = ((1, cuts[0]), (2, cuts[1]), (0, T // 7), (3, T - sum(cuts) - T // 7))
-    case = Case(3, T, 4, 128, 128, runs if packed else None)
+    case = Case(3, T, 4, K, V, runs if packed else None)
     args = KINDS[kind](case)
     cots = cotangents(args)
     actual, *again = (to_numpy(compiled(args, case.segment_ids, cots)) for _ in range(3))
@@ -323,6 +326,8 @@ def interpreted(interpret, args, segment_ids, cots):
         (SMALL["over_a_chunk"], "finished_all_scales"),
         (Case(1, 64, 1, 128, 128), "finished"),
         (PACKED, "finished_at_once"),
+        (Case(1, 64, 1, 64, 128), "random"),
+        (Case(1, 64, 1, 128, 64), "finished"),
     ],
     ids=str,
 )

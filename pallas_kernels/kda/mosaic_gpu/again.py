@@ -79,10 +79,14 @@ def _kernel(nk: int, nv: int, form: Form, packed: bool, *refs):
         (w,) = products([(inverse_s, k_s.at[me])])
         replace((k_s.at[me], w, read_g.at[b, h, n, pl.ds(0, CHUNK), mine]))
 
+    if nv > nk:
+
+        @pl.when(me >= nk)
+        def _():
+            plgpu.barrier_wait(shared)  # as the others have: a second time, it would be for the next arrivals
+
     @pl.when(me < nv)
     def _():
-        if nv > nk:
-            plgpu.barrier_wait(shared)
         plgpu.barrier_wait(values.at[me])
         (u,) = products([(turned(v_s.at[me]), turned(inverse_s))])
         replace((v_s.at[me], u, u_g.at[b, h, n, mine]))

@@ -326,7 +326,7 @@ def interpreted(interpret, args, segment_ids, cots):
         (SMALL["over_a_chunk"], "finished_all_scales"),
         (Case(1, 64, 1, 128, 128), "finished"),
         (PACKED, "finished_at_once"),
-        (Case(1, 64, 1, 64, 128), "random"),
+        (Case(1, 64, 3, 64, 128), "random"),
         (Case(1, 64, 1, 128, 64), "finished"),
     ],
     ids=str,

@@ -1,7 +1,7 @@
 """Decays inside a chunk, in registers: exponents as sums of the very steps that they span.
 
-A sum over tokens is a product with a matrix of 0 and 1. Log-decays enter it in two bfloat16 parts, which
-are good to 16 bits. Tokens of other segments have weight 0, so that nothing depends on them.
+A sum over tokens is a product with a matrix of 0 and one unit. Log-decays enter it in float16, good to 11
+bits. Tokens of other segments have weight 0, so that nothing depends on them.
 """
 
 from typing import Any, NamedTuple

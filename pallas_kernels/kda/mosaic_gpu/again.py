@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda.mosaic_gpu import decay
 from pallas_kernels.kda.mosaic_gpu.form import UNIT, Form
-from pallas_kernels.kda.mosaic_gpu.prepare import Inputs, Prepared, Solved
+from pallas_kernels.kda.mosaic_gpu.prepare import Inputs, Prepared, Solved, regained
 from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     CHUNK,
     COLUMNS,
@@ -19,6 +19,7 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     TILE,
     bfloat16,
     channels,
+    columns,
     load,
     products,
     replace,
@@ -30,10 +31,10 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import (
 
 def _kernel(nk: int, nv: int, form: Form, packed: bool, *refs):
     """One chunk of one head of one row: a warpgroup for each 64 channels of keys and of values."""
-    rate_g, before_g, q_g, k_g, v_g, z_g, bias_g, inverse_g, norm_g, *refs = refs
+    rate_g, before_g, q_g, k_g, v_g, z_g, bias_g, regained_g, inverse_g, norm_g, *refs = refs
     ids_g, refs = (refs[:2], refs[2:]) if packed else ([], refs)
     read_g, out_g, u_g, *refs = refs
-    q_s, k_s, ((z_s,), (g_s,)), v_s, inverse_s, before_s, bias_s, norm_s, *refs = refs
+    q_s, k_s, ((z_s,), (g_s,)), v_s, inverse_s, before_s, bias_s, regained_s, norm_s, *refs = refs
     *ids_s, gate, keys, values, shared = refs
     b, h, n = (lax.axis_index(name) for name in ("row", "head", "chunk"))
     me, tokens = lax.axis_index("warpgroup"), pl.ds(n * CHUNK, CHUNK)
@@ -46,8 +47,9 @@ def _kernel(nk: int, nv: int, form: Form, packed: bool, *refs):
 
     @pl.when(me == 0)
     def _():
-        sources = before_g, norm_g.at[b, h, n], inverse_g.at[b, h, n], *(x.at[b, tokens] for x in ids_g)
-        for source, target in zip(sources, (before_s, norm_s, inverse_s, *ids_s), strict=True):
+        of_chunk = (x.at[b, h, n] for x in (norm_g, inverse_g))
+        sources = before_g, *of_chunk, regained_g.at[b, h, tokens], *(x.at[b, tokens] for x in ids_g)
+        for source, target in zip(sources, (before_s, norm_s, inverse_s, regained_s, *ids_s), strict=True):
             plgpu.copy_gmem_to_smem(source, target, shared)
 
     @pl.when(me < nk)
@@ -77,6 +79,7 @@ def _kernel(nk: int, nv: int, form: Form, packed: bool, *refs):
         plgpu.copy_smem_to_gmem(q_s.at[me], read_g.at[b, h, n, pl.ds(CHUNK, CHUNK), mine])
         plgpu.copy_smem_to_gmem(z_s.at[me], out_g.at[b, h, n, :, mine])
         (w,) = products([(inverse_s, k_s.at[me])])
+        w = w * rows(load(regained_s, ROWS))
         replace((k_s.at[me], w, read_g.at[b, h, n, pl.ds(0, CHUNK), mine]))
 
     if nv > nk:
@@ -89,6 +92,7 @@ def _kernel(nk: int, nv: int, form: Form, packed: bool, *refs):
     def _():
         plgpu.barrier_wait(values.at[me])
         (u,) = products([(turned(v_s.at[me]), turned(inverse_s))])
+        u = u * columns(load(regained_s, COLUMNS))
         replace((v_s.at[me], u, u_g.at[b, h, n, mine]))
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -126,18 +130,18 @@ def prepare_again(x: Inputs, solved: Solved, form: Form, interpret=None) -> Prep
         scratch_types=[
             key, key, plgpu.RefUnion([key], [half(nk, CHUNK, TILE)]), value, tiles(CHUNK, CHUNK),
             half(CHUNK, CHUNK),
-            vector(K), vector(2, CHUNK),
+            vector(K), vector(CHUNK), vector(2, CHUNK),
             *([vector(CHUNK, dtype=jnp.int32), vector(CHUNK)] if packed else []),
             plgpu.Barrier(num_arrivals=2, num_barriers=nk),
             plgpu.Barrier(num_arrivals=2, num_barriers=nk),
             plgpu.Barrier(num_barriers=nv),
-            plgpu.Barrier(num_arrivals=3 + 2 * packed),
+            plgpu.Barrier(num_arrivals=4 + 2 * packed),
         ],
         grid=(H, N, B), grid_names=("head", "chunk", "row"),
         num_threads=max(nk, nv), thread_name="warpgroup", kernel_name="kda_prepare_again",
         compiler_params=PARAMS, interpret=interpret,
     )(
-        x.rate_H, before, x.q_BTHK, x.k_BTHK, x.v_BTHV, x.z_BTHK, x.bias_HK, solved.inverse_BHNCC,
-        solved.norm_BHNXC, *((x.index_BT, x.real_BT) if packed else ()),
+        x.rate_H, before, x.q_BTHK, x.k_BTHK, x.v_BTHV, x.z_BTHK, x.bias_HK, regained(x.beta_BHT),
+        solved.inverse_BHNCC, solved.norm_BHNXC, *((x.index_BT, x.real_BT) if packed else ()),
     )  # fmt: skip
     return Prepared(read, out, solved.pair_BHNCC, u, *solved[1:])

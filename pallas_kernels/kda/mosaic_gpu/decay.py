@@ -50,6 +50,7 @@ class Sums:
     of blocks, that is the end of the first (`joined`), for halves of the chunk, quarters of a half and so on;
     both exponents are sums to that end, at most 0. In one of the smallest blocks both are sums from its
     beginning (`own`), and the column's is negated. So no exponent depends on a later token than the row's.
+    Where one may (in gradients), blocks of twice the size do with sums from their middle (`around`).
     """
 
     def __init__(self, at, same, one: float = 1.0, dtype=jnp.bfloat16):
@@ -79,6 +80,12 @@ class Sums:
     def own(self, size: int):
         """From the first token of i's block of this size, which is not counted, to i."""
         return self._matrix((self.j > (self.i & -size)) & (self.j <= self.i))
+
+    def around(self, size: int):
+        """From the middle of i's block of this size to i; before the middle from i to it, negated."""
+        middle = (self.i & -size) + size // 2
+        after = self._matrix((self.j > middle) & (self.j <= self.i))
+        return after - self._matrix((self.j > self.i) & (self.j <= middle))
 
 
 def bounded(z, rate, lower_bound: float):

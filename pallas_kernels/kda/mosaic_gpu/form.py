@@ -13,7 +13,7 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import CHUNK, LOG2E, MATRIX, ROWS, 
 
 UNIT = 2.0**-10  # of log-decays to base 2 in float16, so that slow ones are not subnormal
 LOWEST = -26.7  # nats: e^-26.7 is nothing beside any other term, and e^(3 x 26.7) fits bfloat16
-SMALLEST = 1e-12  # write strength: what it writes is nothing, and its gradient is divided by its square
+SMALLEST = 1e-12  # write strength: what it writes is nothing, and its gradient is divided by it
 
 
 class Raw(NamedTuple):
@@ -24,17 +24,17 @@ class Raw(NamedTuple):
     raw = True
     own = QUARTER  # tokens of the tiles in which all pairs are one product; a floor of -5 allows 16
     joined = (QUARTER, HALF)  # tokens of the blocks whose pairs of blocks have a product each
+    together = HALF  # tokens of blocks whose pairs are together in gradients
 
     def gates(self, z_BTHK, beta_logits_BTH, a_log_H, dt_bias_HK):
         """(what the kernels make decays of, beta, each head's rate, its bias)"""
         wide = lambda x: x.astype(jnp.float32)
         return z_BTHK, jax.nn.sigmoid(wide(beta_logits_BTH)), jnp.exp(wide(a_log_H)), wide(dt_bias_HK)
 
-    def gradients(self, dz_BTHK, beta2_dbeta_BTH, beta_BTH, drate_H):
-        """Of the arguments of `gates`, from those of logits, and of beta times beta squared."""
-        # beta's logit moves it by beta (1 - beta). Nothing where beta squared is, and its inverse overflows.
-        moved = jnp.where(beta_BTH > 1e-18, (1 - beta_BTH) / beta_BTH, 0)
-        return dz_BTHK, beta2_dbeta_BTH * moved, drate_H, jnp.sum(dz_BTHK, axis=(0, 1), dtype=jnp.float32)
+    def gradients(self, dz_BTHK, beta_dbeta_BTH, beta_BTH, drate_H):
+        """Of the arguments of `gates`, from those of logits, and of beta times beta."""
+        d_beta_logits_BTH = beta_dbeta_BTH * (1 - beta_BTH)  # beta's logit moves it by beta (1 - beta)
+        return dz_BTHK, d_beta_logits_BTH, drate_H, jnp.sum(dz_BTHK, axis=(0, 1), dtype=jnp.float32)
 
     def steps(self, z_s, bias_K, rate):
         """Log-decays in units; 1 / x is the square of rsqrt(x)."""
@@ -57,6 +57,7 @@ class Finished(NamedTuple):
     raw = False
     own = 4
     joined = (4, 8, QUARTER, HALF)
+    together = QUARTER
 
     def gates(self, g_BTHK, beta_BTH):
         """As `Raw.gates`; log-decays in units, float16 in the guise of bfloat16."""
@@ -66,8 +67,8 @@ class Finished(NamedTuple):
         beta = jnp.maximum(beta_BTH.astype(jnp.float32), SMALLEST)
         return bits, beta, jnp.ones(H), jnp.zeros((H, K))
 
-    def gradients(self, dg_BTHK, beta2_dbeta_BTH, beta_BTH, drate_H):
-        return dg_BTHK, jnp.where(beta_BTH > 0, beta2_dbeta_BTH / jnp.square(beta_BTH), 0)
+    def gradients(self, dg_BTHK, beta_dbeta_BTH, beta_BTH, drate_H):
+        return dg_BTHK, jnp.where(beta_BTH > 0, beta_dbeta_BTH / beta_BTH, 0)
 
     def steps(self, z_s, bias_K, rate):
         return lax.bitcast_convert_type(plgpu.layout_cast(z_s[...], MATRIX), jnp.float16)

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.kda.mosaic_gpu import decay
 from pallas_kernels.kda.mosaic_gpu.decay import HALF, QUARTER
 from pallas_kernels.kda.mosaic_gpu.form import UNIT, Form
-from pallas_kernels.kda.mosaic_gpu.prepare import Inputs, Prepared
+from pallas_kernels.kda.mosaic_gpu.prepare import Inputs, Prepared, regained
 from pallas_kernels.kda.mosaic_gpu.scan import Cotangents, Kept
 from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     CHUNK,
@@ -28,6 +28,7 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     load,
     positions,
     products,
+    rounded,
     rows,
     split,
     turned,
@@ -42,21 +43,21 @@ BEFORE, QUARTERS, OWN = range(3)  # matrices that sum log-decays: `decay.Sums`
 class Gradients(NamedTuple):
     """Of q, k, v and z in bfloat16 (with finished log-decays, of these).
 
-    `beta_BHT`: of beta, times beta squared. `rate_BHNXC`: of a_log, for each part of channels and token.
+    For each part of channels and token, `beta_BHNXC`: of beta, times beta; `rate_BHNXC`: of a_log.
     """
 
     q_BTHK: jax.Array
     k_BTHK: jax.Array
     v_BTHV: jax.Array
     z_BTHK: jax.Array
-    beta_BHT: jax.Array
+    beta_BHNXC: jax.Array
     rate_BHNXC: jax.Array
 
 
 class _Memory(NamedTuple):
     """A block's shared memory, tiles of it numbered; and what its copies and warpgroups wait for."""
 
-    inverse: Any  # later cotangents of scores of keys in one quarter
+    inverse: Any  # later cotangents of scores of keys in one block
     kk: Any  # cotangents of scores of pairs apart
     qk: Any
     own_qk: Any
@@ -68,16 +69,15 @@ class _Memory(NamedTuple):
     dS: Any
     written: Any
     S: Any
-    late: Any  # the same memory: a matrix that sums gradients, and scores of pairs in one quarter
+    late: Any  # the same memory: a matrix that sums gradients, and scores of pairs in one block
     R: Any
     do: Any
     key: Any  # the same memory as R and do: decayed keys and queries
     query: Any
-    of_channel: Any  # bias, decay of the whole chunk, what the state says of all log-decays
-    of_token: Any  # norms, and diagonals of R v'^t and do v'^t
+    of_channel: Any  # bias, decay of the whole chunk, what the state says of all log-decays; `regained`
+    of_token: Any  # norms, the diagonal of do v'^t, and in packed rows whether it is real
     dot: Any  # sums over channels
     index: Any  # of segments, in packed rows
-    real: Any
     gate: Any
     raw: Any
     shared: Any
@@ -91,7 +91,7 @@ class _Memory(NamedTuple):
         """From scratch memory as `_scratch` asks for it."""
         inverse, kk, qk, own_qk, sums, q, k, gates, dS, written, states, values, *rest = refs
         ((z,), (g,)), ((S,), (late,)), ((R, do), (key, query)) = gates, states, values
-        ids = [] if len(rest) > 10 else [None, None]
+        ids = [] if len(rest) > 10 else [None]
         return cls(
             inverse, kk, qk, own_qk, sums, q, k, z, g, dS, written, S, late, R, do, key, query,
             *rest[:3], *ids, *rest[3:],
@@ -117,11 +117,11 @@ def _scratch(K: int, V: int, packed: bool):
         plgpu.RefUnion([tiles(K // TILE, V, TILE)], [tiles(3, CHUNK, CHUNK)]),
         plgpu.RefUnion([value, value], [part, part]),
         # Few allocations: each takes a multiple of 1,024 bytes.
-        vector(3, K), vector(4, CHUNK), vector(3, nk, CHUNK),
-        *([vector(CHUNK, dtype=jnp.int32), vector(CHUNK)] if packed else []),
+        vector(4, K), vector(4, CHUNK), vector(4, nk, CHUNK),
+        *([vector(CHUNK, dtype=jnp.int32)] if packed else []),
         plgpu.Barrier(num_arrivals=2, num_barriers=nk),
         plgpu.Barrier(num_arrivals=2, num_barriers=nk),
-        plgpu.Barrier(num_arrivals=3 + 3 * nv + 2 * packed),
+        plgpu.Barrier(num_arrivals=4 + 4 * nv + 2 * packed),
         plgpu.Barrier(num_arrivals=2, num_barriers=K // TILE),
         plgpu.Barrier(num_barriers=nk),
         plgpu.Barrier(),
@@ -187,15 +187,12 @@ class _Gradients(NamedTuple):
     query: Any
     key: Any
     through: Any
+    missed: Any  # of each token: its key times the key's gradient by what it read
 
 
 def _held(d: _Gradients) -> _Gradients:
     """d, added up. Left to itself, the compiler keeps terms and factors instead, in more registers."""
     return _Gradients(*lax.optimization_barrier(tuple(d)))
-
-
-def _rounded(x):
-    return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def _put(x, high_s, low_s):
@@ -209,11 +206,11 @@ def _second_half():
     return plgpu.broadcasted_iota(jnp.int32, (CHUNK, WIDTH), 0, layout=MATRIX) >= HALF
 
 
-def _put_scores(x, sums, apart_s, own_s):
-    """Cotangents of the scores of pairs below the diagonal: those apart, and those in one quarter."""
+def _put_scores(x, sums, size: int, apart_s, own_s):
+    """Cotangents of the scores of pairs below the diagonal: those apart, and those in one block of a size."""
     i, j = sums.i, sums.j
     before = j < i if sums.same is None else (j < i) & sums.same
-    own = i // QUARTER == j // QUARTER
+    own = i // size == j // size
     apart_s[...] = jnp.where(before & ~own, x, 0.0).astype(jnp.bfloat16)
     own_s[...] = jnp.where(before & own, x, 0.0).astype(jnp.bfloat16)
 
@@ -240,15 +237,16 @@ def _of_state(part: _Part, before_s, S_s, R_s, do_s) -> _Gradients:
     (x,) = products(of(R_s))
     (y,) = products(of(do_s))
     query, key = y * enter, -(x * enter)
-    return _held(_Gradients(query, key, part.query() * query + part.key() * key))
+    of_key = part.key() * key
+    return _held(_Gradients(query, key, part.query() * query + of_key, jnp.sum(of_key, axis=1)))
 
 
 def _of_pairs(part: _Part, d: _Gradients, sums_s, scores, finer, free) -> _Gradients:
-    """By the scores of pairs, factored as in `prepare`.
+    """By the scores of pairs, factored as in `prepare`, or with those of a half as one product.
 
     Args:
       sums_s: the matrices of sums. scores: cotangents (of keys apart, of queries apart, of keys in one
-        quarter, of queries in one quarter). finer: a generator of (matrix of sums, cotangents of keys, of
+        block, of queries in one block). finer: a generator of (matrix of sums, cotangents of keys, of
         queries) of pairs of blocks inside a quarter, which are shared out when it is first asked.
         free: two tiles of shared memory.
     """
@@ -273,8 +271,13 @@ def _of_pairs(part: _Part, d: _Gradients, sums_s, scores, finer, free) -> _Gradi
     def add_to_query(d, x, y):
         return _held(d._replace(query=d.query + x * y, through=d.through + load(query_s) * y))
 
-    def add_to_key(d, x, y, sign=1):
-        return _held(d._replace(key=d.key + x * y, through=d.through + sign * (load(key_s) * y)))
+    def add_to_key(d, x, y):
+        z = load(key_s) * y
+        missed = d.missed + jnp.sum(z, axis=1)
+        return _held(d._replace(key=d.key + x * y, through=d.through + z, missed=missed))
+
+    def add_column(d, x, y):
+        return _held(d._replace(key=d.key + x * y, through=d.through - load(key_s) * y))
 
     # Rows of the second half, columns of the first.
     x = jnp.exp2(part.to_middle(sums_s.at[BEFORE]))
@@ -285,17 +288,18 @@ def _of_pairs(part: _Part, d: _Gradients, sums_s, scores, finer, free) -> _Gradi
     (y,) = products(queries)
     d = add_to_query(d, x, jnp.where(second, y, 0.0))
     (y,) = products(both(SECOND)[1])
-    d = add_to_key(d, x, jnp.where(second, 0.0, y), sign=-1)
+    d = add_column(d, x, jnp.where(second, 0.0, y))
 
     # Rows of a half's second quarter, columns of its first.
-    x = jnp.exp2(part.summed(sums_s.at[QUARTERS]))
-    put(x)
-    halves = lambda first, later: jnp.where(second, later, first)
-    (keys, queries), of_columns = both(FIRST)
-    (later_keys, later_queries), of_later_columns = both(SECOND)
-    d = add_to_key(d, x, halves(*products(keys, later_keys)))
-    d = add_to_query(d, x, halves(*products(queries, later_queries)))
-    d = add_to_key(d, x, halves(*products(of_columns, of_later_columns)), sign=-1)
+    if part.form.together == QUARTER:
+        x = jnp.exp2(part.summed(sums_s.at[QUARTERS]))
+        put(x)
+        halves = lambda first, later: jnp.where(second, later, first)
+        (keys, queries), of_columns = both(FIRST)
+        (later_keys, later_queries), of_later_columns = both(SECOND)
+        d = add_to_key(d, x, halves(*products(keys, later_keys)))
+        d = add_to_query(d, x, halves(*products(queries, later_queries)))
+        d = add_column(d, x, halves(*products(of_columns, of_later_columns)))
 
     # Rows of the second of a pair of smaller blocks, columns of its first.
     for matrix, finer_kk_s, finer_qk_s in finer:
@@ -304,22 +308,23 @@ def _of_pairs(part: _Part, d: _Gradients, sums_s, scores, finer, free) -> _Gradi
         d = add_to_key(d, x, *products([(finer_kk_s, key_s)]))
         d = add_to_query(d, x, *products([(finer_qk_s, key_s)]))
         of_columns = [(turned(finer_kk_s), key_s), (turned(finer_qk_s), query_s)]
-        d = add_to_key(d, x, *products(of_columns), sign=-1)
+        d = add_column(d, x, *products(of_columns))
 
-    # Of one tile, whose columns' factors grow: they are not the rows'.
+    # In one block: its columns' factors are not its rows', but these inverted.
     own = part.summed(sums_s.at[OWN])
     plgpu.commit_smem()
     key_s[...] = (part.key() * jnp.exp2(-own)).astype(jnp.bfloat16)
     plgpu.commit_smem()
     (y,) = products([(own_kk_s, key_s)])
-    through = d.through + _rounded(part.key() * jnp.exp2(own)) * y
-    d = _held(d._replace(key=d.key + jnp.exp2(own) * y, through=through))
+    z = rounded(part.key() * jnp.exp2(own)) * y
+    missed = d.missed + jnp.sum(z, axis=1)
+    d = _held(d._replace(key=d.key + jnp.exp2(own) * y, through=d.through + z, missed=missed))
     (y,) = products([(own_qk_s, key_s)])
-    through = d.through + _rounded(part.query() * jnp.exp2(own)) * y
+    through = d.through + rounded(part.query() * jnp.exp2(own)) * y
     d = _held(d._replace(query=d.query + jnp.exp2(own) * y, through=through))
     put(jnp.exp2(own))
     (y,) = products([(turned(own_kk_s), key_s), (turned(own_qk_s), query_s)])
-    through = d.through - _rounded(part.key() * jnp.exp2(-own)) * y
+    through = d.through - rounded(part.key() * jnp.exp2(-own)) * y
     return _held(d._replace(key=d.key + jnp.exp2(-own) * y, through=through))
 
 
@@ -350,34 +355,41 @@ def _of_decays(part: _Part, d: _Gradients, left, before_s, held_s, free):
 def _of_scores(m: _Memory, me, nk: int, nv: int, form: Form, sums, finished):
     """Leaves R in the place of dv', and the cotangents of scores of pairs in four tiles; shares out the work.
 
-    With R = Diag(beta) T^t dv', the cotangent of v is R itself, that of scores of keys is -R v'^t, and its
-    diagonal is that of beta, times -beta^2. The pair of a token with itself is not decayed: it stands apart.
+    With R = Diag(beta) T^t dv', the cotangent of v is R itself, that of scores of keys is -R v'^t, and that
+    of beta, times beta, is R times what the token missed: v, whose part is left in `dot`, less what its key
+    reads. The pair of a token with itself is not decayed: it stands apart.
     """
-    matrices = lambda of: (of.before(), of.joined(QUARTER), of.own(form.own))
 
-    def put_sums(who: int, at: int):
+    def put_sums(who: int, at: int, matrix):
         @pl.when(me == who)
         def _():
-            m.sums[at] = matrices(sums())[at]
+            m.sums[at] = matrix(sums())
 
     for v in range(nv):
 
         @pl.when(me == v)
         def _(v=v):
             (x,) = products([(turned(m.inverse), turned(m.R.at[v]))])
+            x = x * rows(load(m.of_channel.at[3, channels(0)], ROWS))
             plgpu.commit_smem()
             m.R[v] = x.astype(jnp.bfloat16)
             plgpu.commit_smem()
             finished(v)
+            v_s = plgpu.layout_cast(m.sums[QUARTERS + v], MATRIX)
+            m.dot[3, v] = jnp.sum(x * lax.bitcast_convert_type(v_s, jnp.bfloat16).astype(jnp.float32), axis=1)
 
-    put_sums(nk - 2, BEFORE)
+    @pl.when(me >= nv)
+    def _():
+        m.dot[3, me] = plgpu.layout_cast(jnp.zeros(CHUNK, jnp.float32), ROWS)
+
+    put_sums(nk - 2, BEFORE, lambda of: of.before())
 
     @pl.when(me == nk - 1)
     def _():
         chosen = sums()
         (x,) = products([(m.do.at[v], m.written.at[v]) for v in range(nv)])
-        m.of_token[3] = _diagonal(x, chosen)
-        _put_scores(x, chosen, m.qk, m.own_qk)
+        m.of_token[2] = _diagonal(x, chosen)
+        _put_scores(x, chosen, form.together, m.qk, m.own_qk)
 
     m.meet(0)
 
@@ -385,45 +397,64 @@ def _of_scores(m: _Memory, me, nk: int, nv: int, form: Form, sums, finished):
     def _():
         chosen = sums()
         (x,) = products([(m.R.at[v], m.written.at[v]) for v in range(nv)])
-        m.of_token[2] = _diagonal(x, chosen)
-        _put_scores(-x, chosen, m.kk, m.inverse)
+        _put_scores(-x, chosen, form.together, m.kk, m.inverse)
 
-    put_sums(1, QUARTERS)
-    put_sums(nk - 1, OWN)
+    if form.together == QUARTER:
+        put_sums(1, QUARTERS, lambda of: of.joined(QUARTER))
+    put_sums(nk - 1, OWN, lambda of: of.around(HALF) if form.together == HALF else of.own(form.own))
 
 
-def _fetch(m: _Memory, me, where, sources) -> None:
+class _Sources(NamedTuple):
+    """In device memory."""
+
+    q: Any
+    k: Any
+    z: Any
+    bias: Any
+    whole: Any
+    inverse: Any
+    norm: Any
+    regained: Any
+    v: Any  # bits of bfloat16 as float16: it goes where matrices in float16 will be
+    S: Any
+    written: Any
+    dS: Any
+    d_written: Any
+    do: Any
+    ids: tuple[Any, ...]  # of packed rows: index of segments, whether a token is real
+
+
+def _fetch(m: _Memory, me, where, g: _Sources) -> None:
     """Starts to copy a chunk's inputs, first what is needed first."""
     (b, h, n), tokens, mine = where, pl.ds(where[2] * CHUNK, CHUNK), pl.ds(me * WIDTH, WIDTH)
-    q_g, k_g, z_g, bias_g, whole_g, inverse_g, norm_g, S_g, written_g, dS_g, d_written_g, do_g, *ids_g = (
-        sources
-    )
-    nv = written_g.shape[3] // TILE
-    plgpu.copy_gmem_to_smem(z_g.at[b, tokens, h, mine], m.z.at[me], m.gate.at[me])
-    plgpu.copy_gmem_to_smem(bias_g.at[h, mine], m.of_channel.at[0, mine], m.gate.at[me])
+    nv = g.written.shape[3] // TILE
+    plgpu.copy_gmem_to_smem(g.z.at[b, tokens, h, mine], m.z.at[me], m.gate.at[me])
+    plgpu.copy_gmem_to_smem(g.bias.at[h, mine], m.of_channel.at[0, mine], m.gate.at[me])
 
     @pl.when(me == 0)
     def _():
-        for source, target in zip(ids_g, (m.index, m.real), strict=False):
+        for source, target in zip(g.ids, (m.index, m.of_token.at[3]), strict=False):
             plgpu.copy_gmem_to_smem(source.at[b, tokens], target, m.shared)
-        plgpu.copy_gmem_to_smem(inverse_g.at[b, h, n], m.inverse, m.shared)
+        plgpu.copy_gmem_to_smem(g.inverse.at[b, h, n], m.inverse, m.shared)
         for v in range(nv):
             of = channels(v)
-            plgpu.copy_gmem_to_smem(d_written_g.at[b, h, n, of], m.R.at[v], m.shared)
-            plgpu.copy_gmem_to_smem(written_g.at[b, h, n, of], m.written.at[v], m.shared)
-            plgpu.copy_gmem_to_smem(do_g.at[b, tokens, h, of], m.do.at[v], m.shared)
-        plgpu.copy_gmem_to_smem(whole_g.at[b, h, n], m.of_channel.at[1], m.shared)
-        plgpu.copy_gmem_to_smem(norm_g.at[b, h, n], m.of_token.at[pl.ds(0, 2)], m.shared)
+            plgpu.copy_gmem_to_smem(g.d_written.at[b, h, n, of], m.R.at[v], m.shared)
+            plgpu.copy_gmem_to_smem(g.written.at[b, h, n, of], m.written.at[v], m.shared)
+            plgpu.copy_gmem_to_smem(g.do.at[b, tokens, h, of], m.do.at[v], m.shared)
+            plgpu.copy_gmem_to_smem(g.v.at[b, tokens, h, of], m.sums.at[QUARTERS + v], m.shared)
+        plgpu.copy_gmem_to_smem(g.whole.at[b, h, n], m.of_channel.at[1], m.shared)
+        plgpu.copy_gmem_to_smem(g.norm.at[b, h, n], m.of_token.at[pl.ds(0, 2)], m.shared)
+        plgpu.copy_gmem_to_smem(g.regained.at[b, h, tokens], m.of_channel.at[3, channels(0)], m.shared)
 
     # A tile of the states is 64 channels wide, for two warpgroups.
     pair, values = me // 2, pl.ds(0, nv * TILE)
 
     @pl.when(me % 2 == 0)
     def _():
-        for source, target in ((S_g, m.S), (dS_g, m.dS.at[:, values])):
+        for source, target in ((g.S, m.S), (g.dS, m.dS.at[:, values])):
             plgpu.copy_gmem_to_smem(source.at[b, h, n, :, channels(pair)], target.at[pair], m.states.at[pair])
 
-    for source, target in ((q_g, m.q), (k_g, m.k)):
+    for source, target in ((g.q, m.q), (g.k, m.k)):
         plgpu.copy_gmem_to_smem(source.at[b, tokens, h, mine], target.at[me], m.raw.at[me])
 
 
@@ -472,17 +503,18 @@ def _kernel(sizes, scale, form, packed, *refs):
     """One chunk of one head of one row."""
     nk, nv = sizes[3] // WIDTH, sizes[4] // TILE
     rate_g, *refs = refs
-    sources, refs = refs[: 12 + 2 * packed], refs[12 + 2 * packed :]
-    (dq_g, dk_g, dv_g, dz_g, dbeta_g, drate_g), z_g = refs[:6], sources[2]
+    g, refs = _Sources(*refs[:14], ids=tuple(refs[14 : 14 + 2 * packed])), refs[14 + 2 * packed :]
+    dq_g, dk_g, dv_g, dz_g, dbeta_g, drate_g = refs[:6]
     m = _Memory.of(refs[6:])
     b, h, n = where = tuple(lax.axis_index(name) for name in ("row", "head", "chunk"))
     me = lax.axis_index("warpgroup")
     tokens, mine = pl.ds(n * CHUNK, CHUNK), pl.ds(me * WIDTH, WIDTH)
     pair, side = me // 2, pl.ds(me % 2 * WIDTH, WIDTH)
-    _fetch(m, me, where, sources)
+    _fetch(m, me, where, g)
 
     rate = rate_g[h]
-    segments = lambda: decay.segments(sources[12], (m.index, m.real), b, n) if packed else decay.NONE
+    ids_s = m.index, m.of_token.at[3]
+    segments = lambda: decay.segments(g.ids[0], ids_s, b, n) if packed else decay.NONE
     places = lambda: (positions((rate < 0).astype(jnp.int32)), segments().same)
     sums = lambda: decay.Sums(*places(), UNIT, jnp.float16)
     if packed:
@@ -509,10 +541,6 @@ def _kernel(sizes, scale, form, packed, *refs):
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     m.meet(1)
 
-    @pl.when(me == nk - 1)
-    def _():
-        plgpu.copy_smem_to_gmem(m.of_token.at[2], dbeta_g.at[b, h, tokens])
-
     @pl.when(me == 1)
     def _():
         m.late[0] = decay.Sums(*places()).before()
@@ -525,17 +553,18 @@ def _kernel(sizes, scale, form, packed, *refs):
     left = _of_leaving(part, m.sums.at[BEFORE], m.dS.at[pair, :, side], each(m.written))
     plgpu.commit_smem()  # log-decays and the state's cotangent were read for the last time
     if form.raw:
-        plgpu.copy_gmem_to_smem(z_g.at[b, tokens, h, mine], m.z.at[me], m.again.at[me])
+        plgpu.copy_gmem_to_smem(g.z.at[b, tokens, h, mine], m.z.at[me], m.again.at[me])
     kept = [m.dS.at[pair, channels(0), side]]
     plgpu.barrier_wait(m.summing)
     dg = _of_decays(part, d, left, m.late.at[0], m.of_channel.at[2, mine], (*free, *kept))
-    itself = rows(load(m.of_token.at[3], ROWS), WIDTH)
+    itself = rows(load(m.of_token.at[2], ROWS), WIDTH)
     dq, dk = d.query + itself * part.key(), d.key + left + itself * part.query()
     if packed:
         dq = dq * rows(part.seg.real_C, WIDTH)
     if form.raw:
         plgpu.barrier_wait(m.again.at[me])
     dz, m.dot[2, me] = form.through(dg, *part.gate())
+    m.dot[3, me] = load(m.dot.at[3, me], ROWS) + d.missed
     if form.raw:
         dq, dk = _through_norms(part, m, me, nk, scale, dq, dk)
     dq, dk = rows(q_C, WIDTH) * dq, rows(k_C, WIDTH) * dk
@@ -546,6 +575,7 @@ def _kernel(sizes, scale, form, packed, *refs):
     for place, target, _ in targets:
         plgpu.copy_smem_to_gmem(place, target.at[b, tokens, h, mine])
     plgpu.copy_smem_to_gmem(m.dot.at[2, me], drate_g.at[b, h, n, me])
+    plgpu.copy_smem_to_gmem(m.dot.at[3, me], dbeta_g.at[b, h, n, me])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -564,7 +594,7 @@ def gradients(
     N, nk, packed = T // CHUNK, K // WIDTH, x.index_BT is not None
     out_type = Gradients(
         bfloat16(B, T, H, K), bfloat16(B, T, H, K), bfloat16(B, T, H, V), bfloat16(B, T, H, K),
-        float32(B, H, T), float32(B, H, N, nk, CHUNK),
+        float32(B, H, N, nk, CHUNK), float32(B, H, N, nk, CHUNK),
     )  # fmt: skip
     launch = plgpu.kernel(
         partial(_kernel, x.sizes, scale, form, packed), out_type=out_type,
@@ -576,5 +606,6 @@ def gradients(
     ids = (x.index_BT, x.real_BT) if packed else ()
     return Gradients(*launch(
         x.rate_H, x.q_BTHK, x.k_BTHK, x.z_BTHK, x.bias_HK, p.whole_BHNK, p.inverse_BHNCC, p.norm_BHNXC,
-        kept.S_BHNVK, kept.written_BHNVC, d.dS_BHNVK, d.d_written_BHNVC, do_BTHV, *ids,
+        regained(x.beta_BHT), lax.bitcast_convert_type(x.v_BTHV, jnp.float16), kept.S_BHNVK,
+        kept.written_BHNVC, d.dS_BHNVK, d.d_written_BHNVC, do_BTHV, *ids,
     ))  # fmt: skip

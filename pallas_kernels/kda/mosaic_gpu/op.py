@@ -95,10 +95,11 @@ def _backward(form: Form, scale, interpret, residuals, d_outputs):
     kept = states(p, before, interpret)
     d = cotangents(p, do, _turned_state(dS_BHKV), count, transition, interpret)
     g = gradients(x, p, kept, d, do, scale, form, interpret)
+    by_token = lambda x_BHT: x_BHT.transpose(0, 2, 1)[:, :T]
     of_gates = form.gradients(
         g.z_BTHK[:, :T, :, :K],
-        g.beta_BHT.transpose(0, 2, 1)[:, :T],
-        x.beta_BHT.transpose(0, 2, 1)[:, :T],
+        by_token(jnp.sum(g.beta_BHNXC, axis=3).reshape(x.beta_BHT.shape)),
+        by_token(x.beta_BHT),
         jnp.sum(g.rate_BHNXC, axis=(0, 2, 3, 4)),
     )
     back = (g.q_BTHK[:, :T, :, :K], g.k_BTHK[:, :T, :, :K], g.v_BTHV[:, :T, :, :V], *of_gates)

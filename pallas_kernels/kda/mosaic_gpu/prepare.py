@@ -28,6 +28,7 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     positions,
     products,
     replace,
+    rounded,
     rows,
     tiles,
     turned,
@@ -36,6 +37,7 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import (
 SPLIT = 2  # warpgroups of a chunk: each has half of the channels
 CHUNKS = 2  # of a block: with four warpgroups the compiler keeps to 128 registers a thread
 SLICE = 8  # columns that registers can be cut at
+TINY = 1e-30  # padding has no beta
 WIDTH = 32  # channels in a warpgroup's registers at a time
 
 
@@ -68,6 +70,14 @@ class Inputs(NamedTuple):
         return self.q_BTHK.shape[1] // CHUNK
 
 
+def regained(beta):
+    """beta over what T Diag(beta) has of it in bfloat16, 0 for 0.
+
+    Rows of what this is multiplied by are multiplied by it: their largest terms then have beta itself.
+    """
+    return beta / jnp.maximum(lax.reduce_precision(beta, 8, 7), TINY)
+
+
 class Solved(NamedTuple):
     """What is kept of `Prepared` for the backward pass: what is small, and takes long to make."""
 
@@ -85,7 +95,7 @@ class Prepared(NamedTuple):
     pair_BHNCC: jax.Array  # Aqk
     u_BHNVC: jax.Array
     whole_BHNK: jax.Array
-    inverse_BHNCC: jax.Array  # T Diag(beta)
+    inverse_BHNCC: jax.Array  # T Diag(beta), of beta in bfloat16: the diagonal is that itself
     norm_BHNXC: jax.Array  # 1 / |q| (with the scale) and 1 / |k| of the rows
 
     @property
@@ -201,11 +211,11 @@ def _norms(me: _Chunk, form: Form, dot_s, real_C):
     if form.raw:
         q_s, k_s, *_ = me.tiles(0)
         for x, ref in enumerate((q_s, k_s)):
-            dot_s[me.me, x] = sum(jnp.sum(jnp.square(load(part)), axis=1) for (part,) in me.mine(ref))
+            dot_s[x, me.me] = sum(jnp.sum(jnp.square(load(part)), axis=1) for (part,) in me.mine(ref))
     me.meet(0)
     if form.raw:
         q_C, k_C = (
-            lax.rsqrt(sum(load(dot_s.at[half, x], ROWS) for half in range(SPLIT)) + 1e-6) for x in range(2)
+            lax.rsqrt(sum(load(dot_s.at[x, half], ROWS) for half in range(SPLIT)) + 1e-6) for x in range(2)
         )
     else:
         q_C = k_C = plgpu.layout_cast(jnp.ones(CHUNK, jnp.float32), ROWS)
@@ -234,12 +244,13 @@ def _spans(me: _Chunk, size: int, matrices):
     return lambda g_s: [(matrix, g_s)]
 
 
-def _scores(me: _Chunk, form: Form, matrices, same, norms, fetch):
+def _scores(me: _Chunk, form: Form, matrices, same, norms, own_s, fetch):
     """Of pairs of tokens, undefined above the diagonal: of keys, in the second warpgroup of queries.
 
-    Leaves unit vectors in the places of queries and keys. `fetch` is called when a tile is free.
+    Leaves unit vectors in the places of queries and keys, and in `own_s` each query's score of its own key,
+    apart for both halves of channels. `fetch` is called when a tile is free.
     """
-    q_C, k_C = norms
+    (q_C, k_C), dots = norms, []
     own = _sums(positions(me.zero(1)), same).own(form.own)
 
     def score(left, right):
@@ -252,6 +263,8 @@ def _scores(me: _Chunk, form: Form, matrices, same, norms, fetch):
         key_s[...], query_s[...] = (k * decay).astype(jnp.bfloat16), (q * decay).astype(jnp.bfloat16)
         _put_unit(q_s, q)
         _put_unit(k_s, k)
+        dots.append(jnp.sum(q * k, axis=1))
+    own_s[me.me] = sum(dots)
     me.meet(1)
     at = me.at + me.zero(2)
     scores = score(me.factors_s.at[at, me.me], me.tiles_s.at[at, 2])
@@ -321,15 +334,16 @@ def _kernel(sizes, scale, form, packed, *refs):
     vectors = lambda at: [ref.at[at] for ref in vectors_s]
 
     def fetch(at: int):
-        tokens, (beta_s, bias_s, _, _, _, *ids_s) = pl.ds((first + at) * CHUNK, CHUNK), vectors(at)
+        tokens, (token_s, bias_s, _, _, _, *index_s) = pl.ds((first + at) * CHUNK, CHUNK), vectors(at)
         plgpu.copy_gmem_to_smem(x.bias_HK.at[h], bias_s, ready.at[at])
-        for source, target in zip((x.index_BT, x.real_BT), ids_s, strict=False):  # of packed rows
-            plgpu.copy_gmem_to_smem(source.at[b, tokens], target, ready.at[at])
+        if packed:
+            for source, target in ((x.index_BT, *index_s), (x.real_BT, token_s.at[1])):
+                plgpu.copy_gmem_to_smem(source.at[b, tokens], target, ready.at[at])
         for source, place, arrival in ((x.z_BTHK, 2, ready), (x.q_BTHK, 0, later), (x.k_BTHK, 1, later)):
             for c in range(nk):
                 target = tiles_s.at[at, place, c]
                 plgpu.copy_gmem_to_smem(source.at[b, tokens, h, channels(c)], target, arrival.at[at])
-        plgpu.copy_gmem_to_smem(x.beta_BHT.at[b, h, tokens], beta_s, later.at[at])
+        plgpu.copy_gmem_to_smem(x.beta_BHT.at[b, h, tokens], token_s.at[0], later.at[at])
 
     @pl.when(warpgroup == 0)
     def _():
@@ -349,9 +363,10 @@ def _chunk(x: Any, out: Any, where, me: _Chunk, sums_s, vectors, barriers, scale
     (later, shared, came), matrices = barriers, [sums_s.at[place] for place in range(3)]
     (b, h, n), at, mine, nk, packed = where, me.at, me.me, me.nk, x.index_BT is not None
     nv, tokens = out.u_BHNVC.shape[3] // TILE, pl.ds(n * CHUNK, CHUNK)
-    beta_s, bias_s, whole_s, norm_s, dot_s, *ids_s = vectors
+    token_s, bias_s, whole_s, norm_s, dot_s, *index_s = vectors
+    beta_s, own_s, regained_s = token_s.at[0], dot_s.at[2], dot_s.at[0, 0]
     q_s, k_s, key_s, out_s, v_s, g_s = me.tiles(0)
-    segments = lambda: decay.segments(x.index_BT, ids_s, b, n) if packed else decay.NONE
+    segments = lambda: decay.segments(x.index_BT, (*index_s, token_s.at[1]), b, n) if packed else decay.NONE
     seg = segments()
     _put_decays(me, form, v_s, g_s, bias_s, seg.real_C)
     plgpu.barrier_wait(later)
@@ -373,7 +388,7 @@ def _chunk(x: Any, out: Any, where, me: _Chunk, sums_s, vectors, barriers, scale
             source = x.v_BTHV.at[b, tokens, h, channels(mine)]
             plgpu.copy_gmem_to_smem(source, v_s.at[mine], arrived)
 
-    scores = _scores(me, form, matrices, segments().same, (q_C, k_C), fetch)
+    scores = _scores(me, form, matrices, segments().same, (q_C, k_C), own_s, fetch)
     last = 4 + 2 * len(form.joined)
     _ends(me, last, matrices[1], matrices[2], scale, segments())
 
@@ -384,11 +399,12 @@ def _chunk(x: Any, out: Any, where, me: _Chunk, sums_s, vectors, barriers, scale
         plgpu.copy_smem_to_gmem(out_s.at[mine], out.out_BHNCK.at[b, h, n, :, part])
 
     inverse = key_s.at[0]
-    _solve(me, scores, me.places(last + 1), segments().same, beta_s, scale, out.pair_BHNCC.at[b, h, n])
+    small, pair_g = (beta_s, own_s, regained_s), out.pair_BHNCC.at[b, h, n]
+    _solve(me, scores, me.places(last + 1), segments().same, small, scale, pair_g)
     me.meet(last)
     w_g = out.read_BHNRK.at[b, h, n, pl.ds(0, CHUNK), channels(mine)]
     u_g = out.u_BHNVC.at[b, h, n, channels(mine)]
-    _written(me, nv, inverse, k_s.at[mine], v_s.at[mine], arrived, w_g, u_g)
+    _written(me, nv, inverse, k_s.at[mine], v_s.at[mine], regained_s, arrived, w_g, u_g)
 
     @pl.when(mine == 0)
     def _():
@@ -418,8 +434,12 @@ def _put_whole(me: _Chunk, upto, g_s, whole_s, through):
         whole_s[channels(me.me)] = whole if through is None else whole * through
 
 
-def _solve(me: _Chunk, scores, places, same, beta_s, scale, pair_g):
-    """Leaves T Diag(beta) and the scores of queries in the first factors' place; sends these off."""
+def _solve(me: _Chunk, scores, places, same, vectors, scale, pair_g):
+    """Leaves T Diag(beta) and the scores of queries in the first factors' place; sends these off.
+
+    A query's score of its own key comes unrounded: where decays are strong, it is the largest of a row.
+    """
+    beta_s, own_s, regained_s = vectors
     inverse, pair = (me.tiles(0)[2].at[place] for place in range(2))
     g_s, (i_C, j_C) = me.tiles(0)[5], places
     only = lambda chosen: jnp.where(chosen if same is None else chosen & same, scores, 0.0)
@@ -428,38 +448,43 @@ def _solve(me: _Chunk, scores, places, same, beta_s, scale, pair_g):
     def _():
         A = only(rows(i_C, CHUNK) > columns(j_C)) * rows(load(beta_s, ROWS))
         T = _inverse(A, g_s.at[0], g_s.at[1], places)
-        inverse[...] = (T * columns(load(beta_s, COLUMNS))).astype(jnp.bfloat16)
+        inverse[...] = (T * columns(rounded(load(beta_s, COLUMNS)))).astype(jnp.bfloat16)
 
     @pl.when(me.me == 1)
     def _():
-        pair[...] = (only(rows(i_C, CHUNK) >= columns(j_C)) * scale).astype(jnp.bfloat16)
+        own_C = sum(load(own_s.at[half], ROWS) for half in range(SPLIT))
+        own, before = (f(rows(i_C, CHUNK), columns(j_C)) for f in (jnp.equal, jnp.greater))
+        pair[...] = (jnp.where(own, rows(own_C, CHUNK), only(before)) * scale).astype(jnp.bfloat16)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(pair, pair_g)
+        beta = load(beta_s, ROWS)
+        regained_s[...] = beta / jnp.maximum(rounded(beta), TINY)
 
 
-def _written(me: _Chunk, nv: int, inverse, k_in, v, arrived, w_g, u_g):
+def _written(me: _Chunk, nv: int, inverse, k_in, v, regained_s, arrived, w_g, u_g):
     """w in the place of k_in, u in that of v, and both out: of as many tiles as there are."""
     of_w, of_u = [(inverse, k_in)], [(turned(v), turned(inverse))]
     both = min(me.nk, nv)
+    by_row, by_column = rows(load(regained_s, ROWS)), columns(load(regained_s, COLUMNS))
 
     @pl.when(me.me < both)
     def _():
         plgpu.barrier_wait(arrived)
         w, u = products(of_w, of_u)
-        replace((k_in, w, w_g), (v, u, u_g))
+        replace((k_in, w * by_row, w_g), (v, u * by_column, u_g))
 
     if me.nk > both:
 
         @pl.when(me.me >= both)
         def _():
-            replace((k_in, products(of_w)[0], w_g))
+            replace((k_in, products(of_w)[0] * by_row, w_g))
 
     if nv > both:
 
         @pl.when(me.me >= both)
         def _():
             plgpu.barrier_wait(arrived)
-            replace((v, products(of_u)[0], u_g))
+            replace((v, products(of_u)[0] * by_column, u_g))
 
 
 def _sums(at, same) -> decay.Sums:
@@ -490,8 +515,9 @@ def prepare(x: Inputs, scale: float, form: Form, interpret=None) -> Prepared:
             whole(CHUNKS, 3, 2, CHUNK, TILE),
             plgpu.RefUnion([whole(CHUNKS, 2, 2, CHUNK, TILE)], [half(CHUNKS, 2, 2, CHUNK, TILE)]),
             half(CHUNKS, 2, CHUNK, TILE),
-            vector(CHUNK), vector(K), vector(K), vector(2, CHUNK), vector(SPLIT, 2, CHUNK),
-            *([vector(CHUNK, dtype=jnp.int32), vector(CHUNK)] if packed else []),
+            # Few allocations: each takes a multiple of 1,024 bytes.
+            vector(2, CHUNK), vector(K), vector(K), vector(2, CHUNK), vector(3, SPLIT, CHUNK),
+            *([vector(CHUNK, dtype=jnp.int32)] if packed else []),
             half(3, CHUNK, CHUNK),
             plgpu.Barrier(num_arrivals=nk + 1 + 2 * packed, num_barriers=CHUNKS),
             plgpu.Barrier(num_arrivals=2 * nk + 1, num_barriers=CHUNKS),

@@ -100,6 +100,11 @@ def positions(opaque):
     return rows(line(ROWS), CHUNK), columns(line(COLUMNS))
 
 
+def rounded(x):
+    """To bfloat16, as what a product reads."""
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
 def split(x):
     """x as the sum of two bfloat16 matrices, good to 16 bits."""
     high = x.astype(jnp.bfloat16)

@@ -4,9 +4,10 @@
 
 The byte floor of a case is what it reads and writes, once, at the speed of a large copy on this device
 in this run. Extra memory is what the compiled program holds beside inputs and outputs. Errors are
-relative L2 distances from the definition in float64. A peer is another library's kernel, timed in this
-run as a CUDA graph; "x peer" says how many times as fast as it ours is. Rows are added to results/ in
-the op's folder (or DIR) as rows.jsonl, beside roofline.png.
+relative L2 distances from the definition in float64, of several draws as one array. A peer is another
+library's kernel, timed in this run as a CUDA graph; "x peer" says how many times as fast as it ours is.
+Rows are added to results/ in the op's folder (or DIR) as rows.jsonl, errors of every draw as errors.jsonl,
+beside roofline.png.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -151,7 +152,7 @@ def beside(rows: Sequence[Row], peers: Sequence[Row]) -> list[Row]:
     return [replace(row, over_peer=ratio(row)) if known(row) else row for row in rows]
 
 
-def show(rows: Sequence[Row], errors: dict[str, dict[str, float]], device: Device, console: Console) -> None:
+def show(rows: Sequence[Row], errors: dict[str, Any], device: Device, console: Console) -> None:
     """The table, and a line of errors for each implementation."""
     tera, peta = device.bytes_per_second / 1e12, device.flops_per_second / 1e12
     table = Table(title=f"{device.kind}: copy {tera:.2f} TB/s, bfloat16 product {peta:.0f} TFLOP/s")
@@ -171,7 +172,7 @@ def show(rows: Sequence[Row], errors: dict[str, dict[str, float]], device: Devic
         table.add_row(row.case, row.implementation, row.direction, *numbers)
     console.print(table)
     for implementation, found in errors.items():
-        shown = ", ".join(f"{name} {error:.1e}" for name, error in found.items())
+        shown = ", ".join(f"{name} {error:.1e}" for name, error in found.pooled.items())
         console.print(f"{implementation}, relative errors against float64: {shown}")
 
 
@@ -199,16 +200,27 @@ def _installed(distribution: str) -> bool:
     return any(True for _ in importlib.metadata.distributions(name=distribution))
 
 
-def store(rows: Sequence[Row], errors: dict[str, dict[str, float]], device: Device, folder: Path) -> None:
-    """Appends to rows.jsonl; what is there stays."""
-    facts = {
+def _facts(device: Device) -> dict[str, Any]:
+    return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": asdict(device),
         "versions": {x: importlib.metadata.version(x) for x in VERSIONS if _installed(x)},
     }
-    with (folder / "rows.jsonl").open("a") as file:
-        for row in rows:
-            file.write(json.dumps(asdict(row) | {"errors": errors[row.implementation]} | facts) + "\n")
+
+
+def _append(lines: Iterable[dict[str, Any]], device: Device, path: Path) -> None:
+    """What is there stays."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(line | _facts(device)) + "\n" for line in lines)
+
+
+def store(rows: Sequence[Row], device: Device, folder: Path) -> None:
+    _append(map(asdict, rows), device, folder / "rows.jsonl")
+
+
+def store_errors(errors: dict[str, Any], device: Device, folder: Path) -> None:
+    lines = ({"implementation": name} | found._asdict() for name, found in errors.items())
+    _append(lines, device, folder / "errors.jsonl")
 
 
 def _peer(op: Any, name: str, parser: argparse.ArgumentParser) -> Any:
@@ -250,11 +262,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     errors = {implementation: op.errors(implementation) for implementation in chosen}
     if peer is not None:
         errors[peer.name] = op.peer_errors(peer)
+    store_errors(errors, device, folder)
     for name in names:
         ours = [row for x in chosen for row in measure(op, device, programs, x, name)]
         peers = measure_peer(op, peer, device, name) if peer is not None else []
         found = [*beside(ours, peers), *peers]
-        store(found, errors, device, folder)  # at once: a long run may be cut short
+        store(found, device, folder)  # at once: a long run may be cut short
         rows += found
     show(rows, errors, device, Console(width=None if sys.stdout.isatty() else 110))
     draw(rows, device, folder / "roofline.png")

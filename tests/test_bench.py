@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import bench
+from pallas_kernels.kda import accuracy, bench_step
 from pallas_kernels.kda import bench as kda
-from pallas_kernels.kda import bench_step
 from pallas_kernels.kda.cases import Case
 
 SMALL = {"small": Case(1, 32, 1, 16, 16), "packed": Case(2, 32, 1, 16, 16, ((1, 20), (2, 9), (0, 3)))}
@@ -23,7 +23,7 @@ def test_the_floor_is_every_input_and_output_once():
 
 def test_a_run_leaves_a_table_rows_and_a_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kda, "CASES", SMALL)
-    monkeypatch.setattr(kda, "ACCURACY", SMALL["small"])
+    monkeypatch.setattr(accuracy, "CASE", SMALL["small"])
     monkeypatch.setattr(bench, "ENOUGH", 0.0)
     monkeypatch.setitem(bench.LARGE, "cpu", (1 << 16, 64))
     for _ in range(2):
@@ -34,8 +34,12 @@ def test_a_run_leaves_a_table_rows_and_a_picture(tmp_path, monkeypatch, capsys):
         ("small", "forward"), ("small", "both"), ("packed", "forward"), ("packed", "both"),
     ]  # fmt: skip
     assert all(r["ms"] > 0 and r["floor_ms"] > 0 for r in rows)
-    assert rows[0]["errors"].keys() == {*kda.OUTPUTS, *(f"d {name}" for name in kda.INPUTS)}
-    assert all(error < 0.05 for error in rows[0]["errors"].values())
+    errors = [json.loads(line) for line in (tmp_path / "errors.jsonl").read_text().splitlines()]
+    assert [found["implementation"] for found in errors] == ["xla", "xla"]
+    assert len(errors[0]["draws"]) == accuracy.DRAWS
+    for found in (errors[0]["pooled"], *errors[0]["draws"]):
+        assert found.keys() == {*accuracy.OUTPUTS, *(f"d {name}" for name in accuracy.INPUTS)}
+        assert all(0 < error < 0.05 for error in found.values())
     assert (tmp_path / "roofline.png").stat().st_size > 1000
 
 
@@ -55,8 +59,8 @@ class Twice:
         return lambda: time.sleep(0.05) or run(*inputs)
 
     def both(self, case, inputs, cotangents=None):
-        run = jax.jit(kda.both("reference", case, cotangents))
-        return lambda: time.sleep(0.05) or run(*inputs)
+        run = jax.jit(kda.both("reference", case))
+        return lambda: time.sleep(0.05) or run(*inputs, cotangents=cotangents)
 
     def replayed(self, run):
         return run
@@ -73,7 +77,7 @@ class Twice:
 
 def test_a_peer_is_timed_beside_ours(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kda, "CASES", {"small": SMALL["small"]})
-    monkeypatch.setattr(kda, "ACCURACY", SMALL["small"])
+    monkeypatch.setattr(accuracy, "CASE", SMALL["small"])
     monkeypatch.setitem(kda.PEERS, "twice", Twice)
     monkeypatch.setattr(bench, "ENOUGH", 0.0)
     monkeypatch.setitem(bench.LARGE, "cpu", (1 << 16, 64))
@@ -89,7 +93,26 @@ def test_a_peer_is_timed_beside_ours(tmp_path, monkeypatch, capsys):
         assert mine["over_peer"] == pytest.approx(other["ms"] / mine["ms"])
         assert other["ms"] > 50
         assert (other["over_peer"], other["extra_gib"]) == (None, 1)
-    assert theirs[0]["errors"]["output"] < 1e-5  # the definition in float32, from what was rounded already
+    _, errors = [json.loads(line) for line in (tmp_path / "errors.jsonl").read_text().splitlines()]
+    assert errors["implementation"] == "twice"
+    assert errors["pooled"]["output"] < 1e-5  # the definition in float32, from what was rounded already
+
+
+def test_pooled_errors_are_those_of_all_draws_as_one_array(monkeypatch):
+    monkeypatch.setattr(accuracy, "CASE", SMALL["small"])
+    monkeypatch.setattr(accuracy, "DRAWS", 2)
+    definition = lambda inputs, cotangents: (*cotangents, *inputs)
+    doubled = iter([False, True])  # in the second draw all is off by as much as there is
+
+    def run(inputs, cotangents):
+        times = 2 if next(doubled) else 1
+        return [times * x for x in definition(inputs, cotangents)]
+
+    pooled, (first, second) = accuracy.errors(run, definition, accuracy.to_numpy)
+    assert set(first.values()) == {0}
+    assert set(second.values()) == {1}
+    norms = [np.linalg.norm(np.float64(accuracy.inputs(draw)[0])) for draw in range(2)]
+    assert pooled["d query"] == pytest.approx(norms[1] / np.hypot(*norms))
 
 
 @pytest.mark.parametrize(

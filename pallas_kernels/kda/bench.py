@@ -1,23 +1,21 @@
 """What `python -m pallas_kernels.bench kda` times: `kda_gated` in bfloat16, float32 state, floor of -5."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kda import api
+from pallas_kernels.kda import accuracy, api
+from pallas_kernels.kda.accuracy import INPUTS, WIDE, Errors
 from pallas_kernels.kda.api import BUILT, Implementation, kda_gated
-from pallas_kernels.kda.cases import REAL, Case, draw_gated
+from pallas_kernels.kda.cases import REAL, Case
 from pallas_kernels.kda.peers import PEERS as PEERS
 
 IMPLEMENTATIONS = tuple(name for name in BUILT if name != "reference")
 CASES = REAL
-ACCURACY = Case(1, 1024, 16, 128, 128)  # where errors against float64 are taken
-INPUTS = ("query", "key", "value", "gate_logits", "beta_logits", "a_log", "dt_bias", "initial_state")
-OUTPUTS = ("output", "final_state")
-WIDE = {"a_log", "dt_bias", "initial_state"}  # float32 whatever the others are
 
 
 def why_not(implementation: str) -> str | None:
@@ -46,15 +44,14 @@ def forward(implementation: Implementation, case: Case) -> Callable:
     return run
 
 
-def both(implementation: Implementation, case: Case, cotangents: Any = None) -> Callable:
-    """(inputs) -> ((output, final state), gradients of every input), for ones or these as cotangents."""
+def both(implementation: Implementation, case: Case) -> Callable:
+    """(inputs) -> ((output, final state), gradients of every input), for ones or given cotangents."""
     run = forward(implementation, case)
 
-    def forward_and_backward(*x):
+    def forward_and_backward(*x, cotangents=None):
         out, pull = jax.vjp(run, *x)
-        if cotangents is None:
-            return out, pull(jax.tree.map(jnp.ones_like, out))
-        return out, pull(jax.tree.map(lambda d, y: jnp.asarray(d, y.dtype), cotangents, out))
+        given = jax.tree.map(jnp.ones_like, out) if cotangents is None else cotangents
+        return out, pull(jax.tree.map(lambda d, y: jnp.asarray(d, y.dtype), given, out))
 
     return forward_and_backward
 
@@ -75,45 +72,27 @@ def work(case: Case) -> tuple[int, int]:
     return one, 3 * one
 
 
-def errors(implementation: Implementation) -> dict[str, float]:
-    """Relative L2 error against the definition in float64, of each output and gradient."""
-    return distances(_numpy(jax.jit(both(implementation, ACCURACY, cotangents()))(*rounded())))
+def errors(implementation: Implementation) -> Errors:
+    """Against the definition in float64."""
+    return accuracy.errors(_program(implementation, accuracy.CASE), _definition(), accuracy.to_numpy)
 
 
-def peer_errors(peer: Any) -> dict[str, float]:
+def peer_errors(peer: Any) -> Errors:
     """The same of another library's, from the same inputs."""
-    inputs = peer.inputs([np.asarray(x.astype(jnp.float32)) for x in rounded()])
-    return distances(peer.numpy(peer.both(ACCURACY, inputs, cotangents())()))
+
+    def run(inputs, cotangents):
+        inputs = peer.inputs([np.asarray(x.astype(jnp.float32)) for x in inputs])
+        return peer.both(accuracy.CASE, inputs, cotangents)()
+
+    return accuracy.errors(run, _definition(), peer.numpy)
 
 
-def rounded() -> list[jax.Array]:
-    """The inputs that errors are taken of."""
-    kinds = [jnp.float32 if name in WIDE else jnp.bfloat16 for name in INPUTS]
-    return [jnp.asarray(x, kind) for x, kind in zip(draw_gated(ACCURACY), kinds, strict=True)]
+def _definition() -> accuracy.Run:
+    return _program("reference", accuracy.CASE)
 
 
-def cotangents() -> tuple[np.ndarray, np.ndarray]:
-    """Of output and final state, for errors; the first are bfloat16 numbers.
-
-    Ones would not do: all channels of a value would have one gradient, and its one rounding would be found.
-    Nor would a state's of the output's size: what a later token asks of a state is its query with the scale,
-    1 / K, times the output's. Of more than that, most of all gradients would be the last token's.
-    """
-    B, T, H, K, V = ACCURACY.B, ACCURACY.T, ACCURACY.H, ACCURACY.K, ACCURACY.V
-    normal = np.random.default_rng(1).normal
-    output = normal(size=(B, T, H, V)).astype(jnp.bfloat16).astype(np.float32)
-    return output, (normal(size=(B, H, K, V)) / K).astype(np.float32)
-
-
-def distances(found: list[np.ndarray]) -> dict[str, float]:
-    """Of outputs and gradients to the definition's in float64."""
-    with jax.enable_x64(True):
-        exact = [jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64) for x in rounded()]
-        wanted = _numpy(jax.jit(both("reference", ACCURACY, cotangents()))(*exact))
-    names = (*OUTPUTS, *(f"d {name}" for name in INPUTS))
-    size = np.linalg.norm
-    return {n: float(size(a - b) / size(b)) for n, a, b in zip(names, found, wanted, strict=True)}
-
-
-def _numpy(tree: Any) -> list[np.ndarray]:
-    return [np.asarray(x).astype(np.float64) for x in jax.tree.leaves(tree)]
+@cache
+def _program(implementation: Implementation, case: Case) -> accuracy.Run:
+    """(inputs, cotangents) -> (outputs, gradients), compiled once."""
+    run = both(implementation, case)
+    return jax.jit(lambda inputs, cotangents: run(*inputs, cotangents=cotangents))

@@ -18,13 +18,13 @@ from k3jax.axes import MESH_AXES
 from k3jax.config import replace
 from k3jax.parameters import shapes
 from k3jax.train.loss import loss_sums
-from pallas_kernels.kda import api, bench, kda, kda_gated, mosaic_gpu
+from pallas_kernels.kda import accuracy, api, kda, kda_gated, mosaic_gpu
 from pallas_kernels.kda.cases import SMALL, Case, draw, draw_gated
 from pallas_kernels.kda.mosaic_gpu import op, scan
 from tests.small import rows, small
 
 INPUTS = {
-    kda_gated: bench.INPUTS,
+    kda_gated: accuracy.INPUTS,
     kda: ("query", "key", "value", "log_decay", "beta", "initial_state"),
 }
 PACKED = Case(1, 100, 2, 64, 64, ((1, 30), (0, 3), (2, 40), (3, 20), (0, 7)))
@@ -354,17 +354,19 @@ def test_agrees_with_the_definition(case, kind, interpret):
 
 @needs_new
 @pytest.mark.slow
-def test_errors_are_those_of_another_librarys_kernels_at_most(interpret):
-    """At T = 1024, as the benchmark stored the other's. Three are not yet (README.md), and named here."""
-    args = [np.asarray(x) for x in bench.rounded()]
-    do, dS = bench.cotangents()
-    found = interpreted(interpret, args, None, (do.astype(jnp.bfloat16), dS))
-    errors = bench.distances([np.float64(x) for x in jax.tree.leaves(found)])
-    rows = (Path(bench.__file__).parent / "results" / "rows.jsonl").read_text().splitlines()
-    theirs = next(row["errors"] for row in map(json.loads, rows) if row["implementation"] == "fla")
-    print({name: f"{error:.2e}" for name, error in errors.items()})
-    more = {name for name, error in errors.items() if error > 1.02 * theirs[name]}
-    assert more == {"d value", "d beta_logits", "d a_log"}
+def test_errors_are_less_than_those_of_another_librarys_kernels(interpret, monkeypatch):
+    """Of one draw and four heads, beside what the benchmark stored; a_log is four numbers, too few."""
+    monkeypatch.setattr(accuracy, "CASE", Case(1, 1024, 4, 128, 128))
+    monkeypatch.setattr(accuracy, "DRAWS", 1)
+
+    def run(args, cots):
+        return interpreted(interpret, args, None, (cots[0].astype(jnp.bfloat16), cots[1]))
+
+    found = accuracy.errors(run, lambda args, cots: definition(args, None, cots), accuracy.to_numpy).pooled
+    print({name: f"{error:.2e}" for name, error in found.items()})
+    stored = (Path(accuracy.__file__).parent / "results" / "errors.jsonl").read_text().splitlines()
+    theirs = next(x["pooled"] for x in map(json.loads, stored) if x["implementation"] == "fla")
+    assert {name for name in found if found[name] > theirs[name]} <= {"d a_log"}
 
 
 @needs_new

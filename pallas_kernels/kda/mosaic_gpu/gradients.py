@@ -14,30 +14,33 @@ from pallas_kernels.kda.mosaic_gpu.decay import HALF, QUARTER
 from pallas_kernels.kda.mosaic_gpu.form import UNIT, Form
 from pallas_kernels.kda.mosaic_gpu.prepare import Inputs, Prepared, regained
 from pallas_kernels.kda.mosaic_gpu.scan import Cotangents, Kept
+from pallas_kernels.kda.mosaic_gpu.terms import (
+    BEFORE,
+    OWN,
+    QUARTERS,
+    WIDTH,
+    Part,
+    of_decays,
+    of_leaving,
+    of_pairs,
+    of_state,
+)
 from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     CHUNK,
-    COLUMNS,
     MATRIX,
     PARAMS,
     ROWS,
     TILE,
     bfloat16,
     channels,
-    columns,
     float32,
     load,
     positions,
     products,
-    rounded,
     rows,
-    split,
     turned,
 )
 from pallas_kernels.kda.mosaic_gpu.warpgroup import tiles as _tiles
-
-WIDTH = 32  # key channels of a warpgroup: with four of them a thread has 128 registers
-FIRST, SECOND = pl.ds(0, HALF), pl.ds(HALF, HALF)
-BEFORE, QUARTERS, OWN = range(3)  # matrices that sum log-decays: `decay.Sums`
 
 
 class Gradients(NamedTuple):
@@ -129,83 +132,6 @@ def _scratch(K: int, V: int, packed: bool):
     ]  # fmt: skip
 
 
-class _Part(NamedTuple):
-    """A warpgroup's key channels of a chunk, [64, 32]."""
-
-    q_s: Any
-    k_s: Any
-    z_s: Any
-    g_s: Any
-    q_C: Any  # 1 / |q|, with the scale
-    k_C: Any
-    bias_s: Any
-    rate: Any
-    form: Form
-    seg: decay.Segments
-
-    def query(self):
-        return load(self.q_s) * rows(self.q_C, WIDTH)
-
-    def key(self):
-        return load(self.k_s) * rows(self.k_C, WIDTH)
-
-    def gate(self):
-        """What log-decays are made of."""
-        return self.z_s, load(self.bias_s, COLUMNS), self.rate
-
-    def put_decays(self):
-        steps = self.form.steps(*self.gate())
-        steps = steps if self.seg.real_C is None else steps * rows(self.seg.real_C, WIDTH)
-        self.g_s[...] = steps.astype(jnp.float16)
-        plgpu.commit_smem()
-
-    def decays(self):
-        """To base 2, as what is summed."""
-        return load(self.g_s) * UNIT
-
-    def summed(self, matrix):
-        """Sums of log-decays over the tokens that the matrix chooses."""
-        (x,) = products([(matrix, self.g_s)])
-        return x
-
-    def to_middle(self, before_s):
-        """Sums between a token and the end of the first half."""
-        after, upto = turned(before_s.at[FIRST]), before_s.at[:, SECOND]
-        (x,) = products([(after, self.g_s.at[FIRST]), (upto, self.g_s.at[SECOND])])
-        return x + jnp.where(_second_half(), self.decays(), 0.0)
-
-
-class _Gradients(NamedTuple):
-    """In registers, as far as tokens decay: of queries (with the scale in them), of keys, and `through`.
-
-    The last is what comes to a token by decays up to it, less what others read of it by decays after it: the
-    gradients of log-decays are sums of it. Most of such a sum cancels, as a pair of tokens both of which lie
-    behind a decay says nothing of it. So each pair must come in and go out as the same number: of the factors
-    that `query` and `key` are made of, `through` takes those that products have, rounded.
-    """
-
-    query: Any
-    key: Any
-    through: Any
-    missed: Any  # of each token: its key times the key's gradient by what it read
-
-
-def _held(d: _Gradients) -> _Gradients:
-    """d, added up. Left to itself, the compiler keeps terms and factors instead, in more registers."""
-    return _Gradients(*lax.optimization_barrier(tuple(d)))
-
-
-def _put(x, high_s, low_s):
-    """x into shared memory, for sums over tokens."""
-    high_s[...], low_s[...] = split(x)
-    plgpu.commit_smem()
-
-
-def _second_half():
-    """Whether a row of a [64, 32] matrix is of the second half of the chunk."""
-    return plgpu.broadcasted_iota(jnp.int32, (CHUNK, WIDTH), 0, layout=MATRIX) >= HALF
-
-
 def _put_scores(x, sums, size: int, apart_s, own_s):
     """Cotangents of the scores of pairs below the diagonal: those apart, and those in one block of a size."""
     i, j = sums.i, sums.j
@@ -226,130 +152,6 @@ def _share_out(own_s, finer, sums, own: int):
 
 def _diagonal(x, sums):
     return jnp.sum(jnp.where(sums.i == sums.j, x, 0.0), axis=1)
-
-
-def _of_state(part: _Part, before_s, S_s, R_s, do_s) -> _Gradients:
-    """By what the chunk's state gave its tokens."""
-    enter = jnp.exp2(part.summed(before_s) + part.decays())
-    if part.seg.enters_C is not None:
-        enter = enter * rows(part.seg.enters_C, WIDTH)
-    of = lambda left: [(x, S_s.at[channels(v)]) for v, x in enumerate(left)]
-    (x,) = products(of(R_s))
-    (y,) = products(of(do_s))
-    query, key = y * enter, -(x * enter)
-    of_key = part.key() * key
-    return _held(_Gradients(query, key, part.query() * query + of_key, jnp.sum(of_key, axis=1)))
-
-
-def _of_pairs(part: _Part, d: _Gradients, sums_s, scores, finer, free) -> _Gradients:
-    """By the scores of pairs, factored as in `prepare`, or with those of a half as one product.
-
-    Args:
-      sums_s: the matrices of sums. scores: cotangents (of keys apart, of queries apart, of keys in one
-        block, of queries in one block). finer: a generator of (matrix of sums, cotangents of keys, of
-        queries) of pairs of blocks inside a quarter, which are shared out when it is first asked.
-        free: two tiles of shared memory.
-    """
-    kk_s, qk_s, own_kk_s, own_qk_s = scores
-    key_s, query_s = free
-    second = _second_half()
-
-    def put(x):
-        """Keys and queries decayed by x, once all warps have done with the last."""
-        plgpu.commit_smem()
-        key_s[...] = (part.key() * x).astype(jnp.bfloat16)
-        query_s[...] = (part.query() * x).astype(jnp.bfloat16)
-        plgpu.commit_smem()
-
-    def both(at):
-        """Keys' and queries' sums over columns of one half, as rows; and the sums over its rows."""
-        by_rows = [(kk_s.at[:, at], key_s.at[at])], [(qk_s.at[:, at], key_s.at[at])]
-        by_columns = [(turned(kk_s.at[at]), key_s.at[at]), (turned(qk_s.at[at]), query_s.at[at])]
-        return by_rows, by_columns
-
-    # Products with the factors in memory, whose own factors those are too.
-    def add_to_query(d, x, y):
-        return _held(d._replace(query=d.query + x * y, through=d.through + load(query_s) * y))
-
-    def add_to_key(d, x, y):
-        z = load(key_s) * y
-        missed = d.missed + jnp.sum(z, axis=1)
-        return _held(d._replace(key=d.key + x * y, through=d.through + z, missed=missed))
-
-    def add_column(d, x, y):
-        return _held(d._replace(key=d.key + x * y, through=d.through - load(key_s) * y))
-
-    # Rows of the second half, columns of the first.
-    x = jnp.exp2(part.to_middle(sums_s.at[BEFORE]))
-    put(x)
-    keys, queries = both(FIRST)[0]
-    (y,) = products(keys)
-    d = add_to_key(d, x, jnp.where(second, y, 0.0))
-    (y,) = products(queries)
-    d = add_to_query(d, x, jnp.where(second, y, 0.0))
-    (y,) = products(both(SECOND)[1])
-    d = add_column(d, x, jnp.where(second, 0.0, y))
-
-    # Rows of a half's second quarter, columns of its first.
-    if part.form.together == QUARTER:
-        x = jnp.exp2(part.summed(sums_s.at[QUARTERS]))
-        put(x)
-        halves = lambda first, later: jnp.where(second, later, first)
-        (keys, queries), of_columns = both(FIRST)
-        (later_keys, later_queries), of_later_columns = both(SECOND)
-        d = add_to_key(d, x, halves(*products(keys, later_keys)))
-        d = add_to_query(d, x, halves(*products(queries, later_queries)))
-        d = add_column(d, x, halves(*products(of_columns, of_later_columns)))
-
-    # Rows of the second of a pair of smaller blocks, columns of its first.
-    for matrix, finer_kk_s, finer_qk_s in finer:
-        x = jnp.exp2(part.summed(matrix))
-        put(x)
-        d = add_to_key(d, x, *products([(finer_kk_s, key_s)]))
-        d = add_to_query(d, x, *products([(finer_qk_s, key_s)]))
-        of_columns = [(turned(finer_kk_s), key_s), (turned(finer_qk_s), query_s)]
-        d = add_column(d, x, *products(of_columns))
-
-    # In one block: its columns' factors are not its rows', but these inverted.
-    own = part.summed(sums_s.at[OWN])
-    plgpu.commit_smem()
-    key_s[...] = (part.key() * jnp.exp2(-own)).astype(jnp.bfloat16)
-    plgpu.commit_smem()
-    (y,) = products([(own_kk_s, key_s)])
-    z = rounded(part.key() * jnp.exp2(own)) * y
-    missed = d.missed + jnp.sum(z, axis=1)
-    d = _held(d._replace(key=d.key + jnp.exp2(own) * y, through=d.through + z, missed=missed))
-    (y,) = products([(own_qk_s, key_s)])
-    through = d.through + rounded(part.query() * jnp.exp2(own)) * y
-    d = _held(d._replace(query=d.query + jnp.exp2(own) * y, through=through))
-    put(jnp.exp2(own))
-    (y,) = products([(turned(own_kk_s), key_s), (turned(own_qk_s), query_s)])
-    through = d.through - rounded(part.key() * jnp.exp2(-own)) * y
-    return _held(d._replace(key=d.key + jnp.exp2(-own) * y, through=through))
-
-
-def _of_leaving(part: _Part, before_s, dS_s, written_s):
-    """The gradient of keys by what they left to the state after the chunk."""
-    leave = jnp.exp2(part.summed(turned(before_s)))
-    if part.seg.leaves_C is not None:
-        leave = leave * rows(part.seg.leaves_C, WIDTH)
-    (left,) = products([(turned(x_s), dS_s.at[channels(v)]) for v, x_s in enumerate(written_s)])
-    return left * leave
-
-
-def _of_decays(part: _Part, d: _Gradients, left, before_s, held_s, free):
-    """The gradient of log-decays: a token's lie between every pair that it decays.
-
-    Args:
-      left: of keys, by what they left. free: four tiles of shared memory.
-    """
-    *through_s, left_s = free
-    left_s[...] = (part.key() * left).astype(jnp.bfloat16)
-    _put(d.through, *through_s)
-    onward = [(turned(before_s), x_s) for x_s in through_s]
-    (x,) = products([*onward, (before_s, left_s)])
-    x = x + (load(through_s[0]) + load(through_s[1])) + columns(load(held_s, COLUMNS))
-    return x if part.seg.real_C is None else x * rows(part.seg.real_C, WIDTH)
 
 
 def _of_scores(m: _Memory, me, nk: int, nv: int, form: Form, sums, finished):
@@ -490,7 +292,7 @@ def _finer(m: _Memory, me, nk: int, form: Form, sums):
         yield sums().joined(size), *scores
 
 
-def _through_norms(part: _Part, m: _Memory, me, nk: int, scale: float, dq, dk):
+def _through_norms(part: Part, m: _Memory, me, nk: int, scale: float, dq, dk):
     """Gradients of unit vectors, less what lies along these; the query's has the scale in it."""
     m.dot[0, me] = jnp.sum(part.query() * dq, axis=1)
     m.dot[1, me] = jnp.sum(part.key() * dk, axis=1)
@@ -519,7 +321,7 @@ def _kernel(sizes, scale, form, packed, *refs):
     sums = lambda: decay.Sums(*places(), UNIT, jnp.float16)
     if packed:
         plgpu.barrier_wait(m.shared)
-    part = _Part(
+    part = Part(
         m.q.at[me], m.k.at[me], m.z.at[me], m.g.at[me], None, None, m.of_channel.at[0, mine], rate, form,
         segments(),
     )  # fmt: skip
@@ -535,7 +337,7 @@ def _kernel(sizes, scale, form, packed, *refs):
     q_C, k_C = (load(m.of_token.at[x], ROWS) for x in range(2))
     part = part._replace(q_C=q_C, k_C=k_C)
     each = lambda x: [x.at[v] for v in range(nv)]
-    d = _of_state(part, m.sums.at[BEFORE], m.S.at[pair, :, side], each(m.R), each(m.do))
+    d = of_state(part, m.sums.at[BEFORE], m.S.at[pair, :, side], each(m.R), each(m.do))
 
     # Once all are here, the memory of S, R and the output's cotangent is free.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -549,14 +351,14 @@ def _kernel(sizes, scale, form, packed, *refs):
 
     free = m.key.at[me], m.query.at[me]
     finer = _finer(m, me, nk, form, sums)
-    d = _of_pairs(part, d, m.sums, (m.kk, m.qk, m.inverse, m.own_qk), finer, free)
-    left = _of_leaving(part, m.sums.at[BEFORE], m.dS.at[pair, :, side], each(m.written))
+    d = of_pairs(part, d, m.sums, (m.kk, m.qk, m.inverse, m.own_qk), finer, free)
+    left = of_leaving(part, m.sums.at[BEFORE], m.dS.at[pair, :, side], each(m.written))
     plgpu.commit_smem()  # log-decays and the state's cotangent were read for the last time
     if form.raw:
         plgpu.copy_gmem_to_smem(g.z.at[b, tokens, h, mine], m.z.at[me], m.again.at[me])
     kept = [m.dS.at[pair, channels(0), side]]
     plgpu.barrier_wait(m.summing)
-    dg = _of_decays(part, d, left, m.late.at[0], m.of_channel.at[2, mine], (*free, *kept))
+    dg = of_decays(part, d, left, m.late.at[0], m.of_channel.at[2, mine], (*free, *kept))
     itself = rows(load(m.of_token.at[2], ROWS), WIDTH)
     dq, dk = d.query + itself * part.key(), d.key + left + itself * part.query()
     if packed:

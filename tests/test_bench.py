@@ -111,7 +111,7 @@ def test_pooled_errors_are_those_of_all_draws_as_one_array(monkeypatch):
     pooled, (first, second) = accuracy.errors(run, definition, accuracy.to_numpy)
     assert set(first.values()) == {0}
     assert set(second.values()) == {1}
-    norms = [np.linalg.norm(np.float64(accuracy.inputs(draw)[0])) for draw in range(2)]
+    norms = [np.linalg.norm(np.float64(accuracy.inputs(SMALL["small"], draw)[0])) for draw in range(2)]
     assert pooled["d query"] == pytest.approx(norms[1] / np.hypot(*norms))
 
 

@@ -11,9 +11,7 @@ import numpy as np
 from pallas_kernels.kda.cases import Case, draw_gated
 
 CASE = Case(1, 1024, 16, 128, 128)
-DRAWS = (
-    6  # of inputs: a_log's gradient is a sum that nearly cancels, one number a head, so one draw says little
-)
+DRAWS = 6  # of inputs. The gradient of a_log is one number a head, of which one draw says little
 INPUTS = ("query", "key", "value", "gate_logits", "beta_logits", "a_log", "dt_bias", "initial_state")
 OUTPUTS = ("output", "final_state")
 WIDE = {"a_log", "dt_bias", "initial_state"}  # float32 whatever the others are
@@ -28,20 +26,20 @@ class Errors(NamedTuple):
     draws: list[dict[str, float]]
 
 
-def inputs(draw: int) -> list[jax.Array]:
+def inputs(case: Case, draw: int) -> list[jax.Array]:
     """Of `kda_gated` in order, the initial state last."""
     kinds = [jnp.float32 if name in WIDE else jnp.bfloat16 for name in INPUTS]
-    return [jnp.asarray(x, kind) for x, kind in zip(draw_gated(CASE, seed=draw), kinds, strict=True)]
+    return [jnp.asarray(x, kind) for x, kind in zip(draw_gated(case, seed=draw), kinds, strict=True)]
 
 
-def cotangents() -> tuple[np.ndarray, np.ndarray]:
+def cotangents(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """Of output and final state, in float32; the first are bfloat16 numbers.
 
     Ones would not do: all channels of a value would have one gradient, and its one rounding would be found.
     Nor would a state's of the output's size: what a later token asks of a state is its query with the scale,
     1 / K, times the output's. Of more than that, most of all gradients would be the last token's.
     """
-    B, T, H, K, V = CASE.B, CASE.T, CASE.H, CASE.K, CASE.V
+    B, T, H, K, V = case.B, case.T, case.H, case.K, case.V
     normal = np.random.default_rng(1).normal
     output = normal(size=(B, T, H, V)).astype(jnp.bfloat16).astype(np.float32)
     return output, (normal(size=(B, H, K, V)) / K).astype(np.float32)
@@ -52,7 +50,7 @@ def errors(run: Run, definition: Run, numpy: Callable[[Any], list[np.ndarray]]) 
     names = (*OUTPUTS, *(f"d {name}" for name in INPUTS))
     off, size = np.zeros((2, DRAWS, len(names)))
     for draw in range(DRAWS):
-        found, wanted = numpy(run(inputs(draw), cotangents())), _exact(definition, CASE, draw)
+        found, wanted = numpy(run(inputs(CASE, draw), cotangents(CASE))), _exact(definition, CASE, draw)
         for at, (x, y) in enumerate(zip(found, wanted, strict=True)):
             off[draw, at], size[draw, at] = np.sum(np.square(x - y)), np.sum(np.square(y))
     named = lambda squares: dict(zip(names, np.sqrt(squares).tolist(), strict=True))
@@ -63,7 +61,7 @@ def errors(run: Run, definition: Run, numpy: Callable[[Any], list[np.ndarray]]) 
 def _exact(definition: Run, case: Case, draw: int) -> list[np.ndarray]:
     with jax.enable_x64(True):
         wide = lambda x: jnp.asarray(np.asarray(jnp.asarray(x, jnp.float32)), jnp.float64)
-        return to_numpy(definition(*jax.tree.map(wide, (tuple(inputs(draw)), cotangents()))))
+        return to_numpy(definition(*jax.tree.map(wide, (tuple(inputs(case, draw)), cotangents(case)))))
 
 
 def to_numpy(tree: Any) -> list[np.ndarray]:

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda.mosaic_gpu import decay
 from pallas_kernels.kda.mosaic_gpu.form import UNIT, Form
-from pallas_kernels.kda.mosaic_gpu.prepare import Inputs, Prepared, Solved, regained
+from pallas_kernels.kda.mosaic_gpu.prepare import Inputs, Prepared, Solved
 from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     CHUNK,
     COLUMNS,
@@ -141,7 +141,7 @@ def prepare_again(x: Inputs, solved: Solved, form: Form, interpret=None) -> Prep
         num_threads=max(nk, nv), thread_name="warpgroup", kernel_name="kda_prepare_again",
         compiler_params=PARAMS, interpret=interpret,
     )(
-        x.rate_H, before, x.q_BTHK, x.k_BTHK, x.v_BTHV, x.z_BTHK, x.bias_HK, regained(x.beta_BHT),
+        x.rate_H, before, x.q_BTHK, x.k_BTHK, x.v_BTHV, x.z_BTHK, x.bias_HK, x.regained_BHT,
         solved.inverse_BHNCC, solved.norm_BHNXC, *((x.index_BT, x.real_BT) if packed else ()),
     )  # fmt: skip
     return Prepared(read, out, solved.pair_BHNCC, u, *solved[1:])

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.kda.mosaic_gpu import decay
 from pallas_kernels.kda.mosaic_gpu.decay import HALF, QUARTER
 from pallas_kernels.kda.mosaic_gpu.form import UNIT, Form
-from pallas_kernels.kda.mosaic_gpu.prepare import Inputs, Prepared, regained
+from pallas_kernels.kda.mosaic_gpu.prepare import Inputs, Prepared
 from pallas_kernels.kda.mosaic_gpu.scan import Cotangents, Kept
 from pallas_kernels.kda.mosaic_gpu.terms import (
     BEFORE,
@@ -64,7 +64,7 @@ class _Memory(NamedTuple):
     kk: Any  # cotangents of scores of pairs apart
     qk: Any
     own_qk: Any
-    sums: Any
+    sums: Any  # matrices that sum log-decays; in the last two, values at first
     q: Any
     k: Any
     z: Any  # what log-decays are made of, at first and at last
@@ -408,6 +408,6 @@ def gradients(
     ids = (x.index_BT, x.real_BT) if packed else ()
     return Gradients(*launch(
         x.rate_H, x.q_BTHK, x.k_BTHK, x.z_BTHK, x.bias_HK, p.whole_BHNK, p.inverse_BHNCC, p.norm_BHNXC,
-        regained(x.beta_BHT), lax.bitcast_convert_type(x.v_BTHV, jnp.float16), kept.S_BHNVK,
+        x.regained_BHT, lax.bitcast_convert_type(x.v_BTHV, jnp.float16), kept.S_BHNVK,
         kept.written_BHNVC, d.dS_BHNVK, d.d_written_BHNVC, do_BTHV, *ids,
     ))  # fmt: skip

@@ -41,6 +41,14 @@ TINY = 1e-30  # padding has no beta
 WIDTH = 32  # channels in a warpgroup's registers at a time
 
 
+def _regained(beta, rounded):
+    """beta over what T Diag(beta) has of it, 0 for 0.
+
+    Rows of what that is multiplied by are multiplied by this: their largest terms then have beta itself.
+    """
+    return beta / jnp.maximum(rounded, TINY)
+
+
 class Inputs(NamedTuple):
     """What both directions read, T a multiple of 128, K and V of 64.
 
@@ -69,13 +77,10 @@ class Inputs(NamedTuple):
     def chunks(self) -> int:
         return self.q_BTHK.shape[1] // CHUNK
 
-
-def regained(beta):
-    """beta over what T Diag(beta) has of it in bfloat16, 0 for 0.
-
-    Rows of what this is multiplied by are multiplied by it: their largest terms then have beta itself.
-    """
-    return beta / jnp.maximum(lax.reduce_precision(beta, 8, 7), TINY)
+    @property
+    def regained_BHT(self) -> jax.Array:
+        """See `_regained`. Of a conversion there and back XLA may leave nothing."""
+        return _regained(self.beta_BHT, lax.reduce_precision(self.beta_BHT, 8, 7))
 
 
 class Solved(NamedTuple):
@@ -438,6 +443,7 @@ def _solve(me: _Chunk, scores, places, same, vectors, scale, pair_g):
     """Leaves T Diag(beta) and the scores of queries in the first factors' place; sends these off.
 
     A query's score of its own key comes unrounded: where decays are strong, it is the largest of a row.
+    What `_written` regains of beta is left in its place.
     """
     beta_s, own_s, regained_s = vectors
     inverse, pair = (me.tiles(0)[2].at[place] for place in range(2))
@@ -458,7 +464,7 @@ def _solve(me: _Chunk, scores, places, same, vectors, scale, pair_g):
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(pair, pair_g)
         beta = load(beta_s, ROWS)
-        regained_s[...] = beta / jnp.maximum(rounded(beta), TINY)
+        regained_s[...] = _regained(beta, rounded(beta))
 
 
 def _written(me: _Chunk, nv: int, inverse, k_in, v, regained_s, arrived, w_g, u_g):

@@ -219,7 +219,7 @@ def of_decays(part: Part, d: Terms, left, before_s, held_s, free):
     """The gradient of log-decays: a token's lie between every pair that it decays.
 
     Args:
-      left: of keys, by what they left. free: four tiles of shared memory.
+      left: of keys, by what they left. free: three tiles of shared memory.
     """
     *through_s, left_s = free
     left_s[...] = (part.key() * left).astype(jnp.bfloat16)

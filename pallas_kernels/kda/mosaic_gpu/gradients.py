@@ -15,12 +15,13 @@ from pallas_kernels.kda.mosaic_gpu.form import UNIT, Form
 from pallas_kernels.kda.mosaic_gpu.prepare import Inputs, Prepared
 from pallas_kernels.kda.mosaic_gpu.scan import Cotangents, Kept
 from pallas_kernels.kda.mosaic_gpu.terms import (
+    APART,
     BEFORE,
     OWN,
-    QUARTERS,
     WIDTH,
     Part,
     of_decays,
+    of_halves,
     of_leaving,
     of_pairs,
     of_state,
@@ -39,6 +40,7 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     products,
     rows,
     turned,
+    zero,
 )
 from pallas_kernels.kda.mosaic_gpu.warpgroup import tiles as _tiles
 
@@ -177,7 +179,7 @@ def _of_scores(m: _Memory, me, nk: int, nv: int, form: Form, sums, finished):
             m.R[v] = x.astype(jnp.bfloat16)
             plgpu.commit_smem()
             finished(v)
-            v_s = plgpu.layout_cast(m.sums[QUARTERS + v], MATRIX)
+            v_s = plgpu.layout_cast(m.sums[APART + v], MATRIX)
             m.dot[3, v] = jnp.sum(x * lax.bitcast_convert_type(v_s, jnp.bfloat16).astype(jnp.float32), axis=1)
 
     @pl.when(me >= nv)
@@ -201,9 +203,9 @@ def _of_scores(m: _Memory, me, nk: int, nv: int, form: Form, sums, finished):
         (x,) = products([(m.R.at[v], m.written.at[v]) for v in range(nv)])
         _put_scores(-x, chosen, form.together, m.kk, m.inverse)
 
-    if form.together == QUARTER:
-        put_sums(1, QUARTERS, lambda of: of.joined(QUARTER))
-    put_sums(nk - 1, OWN, lambda of: of.around(HALF) if form.together == HALF else of.own(form.own))
+    halves = form.together == HALF
+    put_sums(1, APART, lambda of: of.ahead(HALF) if halves else of.joined(QUARTER))
+    put_sums(nk - 1, OWN, lambda of: of.around(HALF) if halves else of.own(form.own))
 
 
 class _Sources(NamedTuple):
@@ -243,7 +245,7 @@ def _fetch(m: _Memory, me, where, g: _Sources) -> None:
             plgpu.copy_gmem_to_smem(g.d_written.at[b, h, n, of], m.R.at[v], m.shared)
             plgpu.copy_gmem_to_smem(g.written.at[b, h, n, of], m.written.at[v], m.shared)
             plgpu.copy_gmem_to_smem(g.do.at[b, tokens, h, of], m.do.at[v], m.shared)
-            plgpu.copy_gmem_to_smem(g.v.at[b, tokens, h, of], m.sums.at[QUARTERS + v], m.shared)
+            plgpu.copy_gmem_to_smem(g.v.at[b, tokens, h, of], m.sums.at[APART + v], m.shared)
         plgpu.copy_gmem_to_smem(g.whole.at[b, h, n], m.of_channel.at[1], m.shared)
         plgpu.copy_gmem_to_smem(g.norm.at[b, h, n], m.of_token.at[pl.ds(0, 2)], m.shared)
         plgpu.copy_gmem_to_smem(g.regained.at[b, h, tokens], m.of_channel.at[3, channels(0)], m.shared)
@@ -290,6 +292,13 @@ def _finer(m: _Memory, me, nk: int, form: Form, sums):
     m.meet(4)
     for size, *scores in zip(sizes, of_keys, of_queries, strict=True):
         yield sums().joined(size), *scores
+
+
+def _anew(part: Part, m: _Memory, me, stage: int):
+    """The same part, and places of three factors: where small blocks' scores would be is one's of keys."""
+    at = me + zero(part.rate, stage)
+    tiles = part._replace(q_s=m.q.at[at], k_s=m.k.at[at], z_s=m.z.at[at], g_s=m.g.at[at])
+    return tiles, (m.key.at[at], m.query.at[at], m.late.at[1 + at // 2, :, pl.ds(at % 2 * WIDTH, WIDTH)])
 
 
 def _through_norms(part: Part, m: _Memory, me, nk: int, scale: float, dq, dk):
@@ -349,9 +358,13 @@ def _kernel(sizes, scale, form, packed, *refs):
         plgpu.commit_smem()
         plgpu.barrier_arrive(m.summing)
 
-    free = m.key.at[me], m.query.at[me]
-    finer = _finer(m, me, nk, form, sums)
-    d = of_pairs(part, d, m.sums, (m.kk, m.qk, m.inverse, m.own_qk), finer, free)
+    scores, free = (m.kk, m.qk, m.inverse, m.own_qk), (m.key.at[me], m.query.at[me])
+    if form.together == HALF:
+        anew = lambda stage: _anew(part, m, me, stage)
+        d = of_halves(anew, d, m.sums, scores)
+        part, (*free, _) = anew(3)
+    else:
+        d = of_pairs(part, d, m.sums, scores, _finer(m, me, nk, form, sums), free)
     left = of_leaving(part, m.sums.at[BEFORE], m.dS.at[pair, :, side], each(m.written))
     plgpu.commit_smem()  # log-decays and the state's cotangent were read for the last time
     if form.raw:

@@ -32,6 +32,7 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     rows,
     tiles,
     turned,
+    zero,
 )
 
 SPLIT = 2  # warpgroups of a chunk: each has half of the channels
@@ -122,11 +123,7 @@ class _Chunk(NamedTuple):
     met: Any
 
     def zero(self, stage: int):
-        """0 at run time. The compiler must not know that it is that of another stage.
-
-        It would compute all stages' masks and addresses first, and has no registers to keep them.
-        """
-        return (self.rate < -1.0 * stage).astype(jnp.int32)
+        return zero(self.rate, stage)
 
     def tiles(self, stage: int):
         """Of shared memory: queries, keys; factors of keys, of queries, of near keys; and log-decays."""

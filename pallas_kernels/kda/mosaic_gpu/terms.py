@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda.mosaic_gpu import decay
-from pallas_kernels.kda.mosaic_gpu.decay import HALF, QUARTER
+from pallas_kernels.kda.mosaic_gpu.decay import HALF
 from pallas_kernels.kda.mosaic_gpu.form import UNIT, Form
 from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     CHUNK,
@@ -22,11 +22,12 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     rows,
     split,
     turned,
+    zero,
 )
 
 WIDTH = 32  # key channels of a warpgroup: with four of them a thread has 128 registers
 FIRST, SECOND = pl.ds(0, HALF), pl.ds(HALF, HALF)
-BEFORE, QUARTERS, OWN = range(3)  # matrices that sum log-decays: `decay.Sums`
+BEFORE, APART, OWN = range(3)  # matrices that sum log-decays: `decay.Sums`
 
 
 class Part(NamedTuple):
@@ -120,7 +121,7 @@ def of_state(part: Part, before_s, S_s, R_s, do_s) -> Terms:
 
 
 def of_pairs(part: Part, d: Terms, sums_s, scores, finer, free) -> Terms:
-    """By the scores of pairs, factored as in `prepare`, or with those of a half as one product.
+    """By the scores of pairs, factored as in `prepare`.
 
     Args:
       sums_s: the matrices of sums. scores: cotangents (of keys apart, of queries apart, of keys in one
@@ -169,15 +170,14 @@ def of_pairs(part: Part, d: Terms, sums_s, scores, finer, free) -> Terms:
     d = add_column(d, x, jnp.where(second, 0.0, y))
 
     # Rows of a half's second quarter, columns of its first.
-    if part.form.together == QUARTER:
-        x = jnp.exp2(part.summed(sums_s.at[QUARTERS]))
-        put(x)
-        halves = lambda first, later: jnp.where(second, later, first)
-        (keys, queries), of_columns = both(FIRST)
-        (later_keys, later_queries), of_later_columns = both(SECOND)
-        d = add_to_key(d, x, halves(*products(keys, later_keys)))
-        d = add_to_query(d, x, halves(*products(queries, later_queries)))
-        d = add_column(d, x, halves(*products(of_columns, of_later_columns)))
+    x = jnp.exp2(part.summed(sums_s.at[APART]))
+    put(x)
+    halves = lambda first, later: jnp.where(second, later, first)
+    (keys, queries), of_columns = both(FIRST)
+    (later_keys, later_queries), of_later_columns = both(SECOND)
+    d = add_to_key(d, x, halves(*products(keys, later_keys)))
+    d = add_to_query(d, x, halves(*products(queries, later_queries)))
+    d = add_column(d, x, halves(*products(of_columns, of_later_columns)))
 
     # Rows of the second of a pair of smaller blocks, columns of its first.
     for matrix, finer_kk_s, finer_qk_s in finer:
@@ -204,6 +204,49 @@ def of_pairs(part: Part, d: Terms, sums_s, scores, finer, free) -> Terms:
     (y,) = products([(turned(own_kk_s), key_s), (turned(own_qk_s), query_s)])
     through = d.through - rounded(part.key() * jnp.exp2(-own)) * y
     return _held(d._replace(key=d.key + jnp.exp2(-own) * y, through=through))
+
+
+def of_halves(anew, d: Terms, sums_s, scores) -> Terms:
+    """By the scores of pairs, those of a half factored around its middle.
+
+    As they are, the second's rows serve for columns of the first, too: what decays one goes on to that middle
+    (`ahead`).
+
+    Args:
+      anew: gives `Part` and three tiles of shared memory for a stage, with other addresses as far as the
+        compiler knows. sums_s, scores: see `of_pairs`.
+    """
+    kk_s, qk_s, own_kk_s, own_qk_s = scores
+    part, (key_s, query_s, far_s) = anew(1)
+    later = lambda x, stage: x + zero(part.rate, stage).astype(jnp.float32)  # exponentials are made anew
+    x, far = products(*([(sums_s.at[which], part.g_s)] for which in (OWN, APART)))
+    plgpu.commit_smem()
+    key_s[...] = (part.key() * jnp.exp2(-x)).astype(jnp.bfloat16)
+    far_s[...] = (part.key() * jnp.exp2(far)).astype(jnp.bfloat16)
+    plgpu.commit_smem()
+
+    by_rows = lambda own_s, apart_s: [(own_s, key_s), (apart_s.at[:, FIRST], far_s.at[FIRST])]
+    (y,) = products(by_rows(own_kk_s, kk_s))
+    x = later(x, 1)
+    z = rounded(part.key() * jnp.exp2(x)) * y
+    missed = d.missed + jnp.sum(z, axis=1)
+    d = _held(d._replace(key=d.key + jnp.exp2(x) * y, through=d.through + z, missed=missed))
+    (y,) = products(by_rows(own_qk_s, qk_s))
+    x = later(x, 2)
+    through = d.through + rounded(part.query() * jnp.exp2(x)) * y
+    d = _held(d._replace(query=d.query + jnp.exp2(x) * y, through=through))
+
+    x, (part, (key_s, query_s, far_s)) = later(x, 3), anew(2)
+    plgpu.commit_smem()
+    key_s[...] = (part.key() * jnp.exp2(x)).astype(jnp.bfloat16)
+    query_s[...] = (part.query() * jnp.exp2(x)).astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    (y,) = products([(turned(own_kk_s), key_s), (turned(own_qk_s), query_s)])
+    through = d.through - rounded(part.key() * jnp.exp2(-x)) * y
+    d = _held(d._replace(key=d.key + jnp.exp2(-x) * y, through=through))
+    of_second = [(turned(x_s.at[SECOND]), y_s.at[SECOND]) for x_s, y_s in ((kk_s, key_s), (qk_s, query_s))]
+    y, far = products(of_second, [(sums_s.at[APART], part.g_s)])  # there are no registers to keep it
+    return _held(d._replace(key=d.key + jnp.exp2(far) * y, through=d.through - load(far_s) * y))
 
 
 def of_leaving(part: Part, before_s, dS_s, written_s):

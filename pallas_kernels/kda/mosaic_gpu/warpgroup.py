@@ -100,6 +100,15 @@ def positions(opaque):
     return rows(line(ROWS), CHUNK), columns(line(COLUMNS))
 
 
+def zero(rate, stage: int):
+    """0 at run time, as rates are positive; the compiler must not know that it is that of another stage.
+
+    What depends on it is made anew. Addresses, masks and factors of all stages would be kept, and there are
+    no registers to keep them.
+    """
+    return (rate < -1.0 * stage).astype(jnp.int32)
+
+
 def rounded(x):
     """To bfloat16, as what a product reads."""
     return x.astype(jnp.bfloat16).astype(jnp.float32)

@@ -11,7 +11,7 @@ import numpy as np
 from pallas_kernels.kda.cases import Case, draw_gated
 
 CASE = Case(1, 1024, 16, 128, 128)
-DRAWS = 6  # of inputs. The gradient of a_log is one number a head, of which one draw says little
+DRAWS = 24  # of inputs. The gradient of a_log is one number a head, of which a few draws say little
 INPUTS = ("query", "key", "value", "gate_logits", "beta_logits", "a_log", "dt_bias", "initial_state")
 OUTPUTS = ("output", "final_state")
 WIDE = {"a_log", "dt_bias", "initial_state"}  # float32 whatever the others are

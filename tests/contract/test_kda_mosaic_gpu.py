@@ -207,7 +207,8 @@ def gradients(args, segment_ids, cotangents, interpret=None):
 def test_every_kernel_lowers(T, K, V, packed, kind):
     """Two of the forward pass, and four of the backward pass, which prepares once more.
 
-    Rows in pieces go through each piece for its transition and its own part first.
+    Rows in pieces go through each piece for its transition and its own part first, backwards for the latter
+    alone: the transition and the state before each piece are kept.
     """
     abstract = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
     args = KINDS[kind](Case(2, 1, 3, K, V))
@@ -216,7 +217,7 @@ def test_every_kernel_lowers(T, K, V, packed, kind):
     with jax.sharding.use_abstract_mesh(abstract_hopper()):
         traced = jax.jit(gradients).trace(*abstract((args, ids, cotangents(args))))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == (6 if T < 4096 else 11)
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == (6 if T < 4096 else 9)
 
 
 @needs_new
@@ -400,7 +401,8 @@ def test_rows_are_cut_where_heads_are_few():
 def test_pieces_of_a_row_may_run_side_by_side(count, interpret, monkeypatch):
     """Each from the state that the ones before lead to, and its cotangent from those after."""
     monkeypatch.setattr(scan, "pieces", lambda heads, chunks: count)
-    monkeypatch.setattr(op, "pieces", scan.pieces)
+    for traced in (op._forward, op._backward):
+        traced.clear_cache()  # of another number of pieces
     case = Case(1, 256, 3, 64, 64, ((1, 150), (0, 4), (2, 102)))
     args = inputs(case, -6.0)
     cots = cotangents(args)

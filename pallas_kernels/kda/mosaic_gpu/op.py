@@ -77,23 +77,23 @@ def _op(form: Form, given, S_BHKV, segment_ids, scale, interpret):
 def _forward(form: Form, given, S_BHKV, segment_ids, scale, interpret):
     x = _inputs(form, given, segment_ids)
     p = prepare(x, scale, form, interpret)
-    o, S = outputs(p, _turned_state(S_BHKV), interpret)
+    before, transition = starts(p, _turned_state(S_BHKV), interpret)
+    o, S = outputs(p, before, interpret)
     T, (K, V) = given[0].shape[1], S_BHKV.shape[2:]
     values = o[:, :T, :, :V], S[:, :, :V, :K].transpose(0, 1, 3, 2)
-    return values, (given, S_BHKV, segment_ids, p.solved)
+    return values, (given, S_BHKV, segment_ids, p.solved, before[:, :, 1:], transition)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _backward(form: Form, scale, interpret, residuals, d_outputs):
-    given, S_BHKV, segment_ids, solved = residuals
+    given, S_BHKV, segment_ids, solved, others, transition = residuals
     do, dS_BHKV = d_outputs
     T, (K, V) = given[0].shape[1], S_BHKV.shape[2:]
     x = _inputs(form, given, segment_ids)
     p = prepare_again(x, solved, form, interpret)
-    do, count = pad(do, *x.v_BTHV.shape), pieces(S_BHKV.shape[0] * S_BHKV.shape[1], x.chunks)
-    before, transition = starts(p, _turned_state(S_BHKV), count, interpret)
-    kept = states(p, before, interpret)
-    d = cotangents(p, do, _turned_state(dS_BHKV), count, transition, interpret)
+    do = pad(do, *x.v_BTHV.shape)
+    kept = states(p, jnp.concatenate([_turned_state(S_BHKV)[:, :, None], others], 2), interpret)
+    d = cotangents(p, do, _turned_state(dS_BHKV), transition, interpret)
     g = gradients(x, p, kept, d, do, scale, form, interpret)
     by_token = lambda x_BHT: x_BHT.transpose(0, 2, 1)[:, :T]
     of_gates = form.gradients(

@@ -75,10 +75,6 @@ class Inputs(NamedTuple):
         return B, T, H, K, self.v_BTHV.shape[3]
 
     @property
-    def chunks(self) -> int:
-        return self.q_BTHK.shape[1] // CHUNK
-
-    @property
     def regained_BHT(self) -> jax.Array:
         """See `_regained`. Of a conversion there and back XLA may leave nothing."""
         return _regained(self.beta_BHT, lax.reduce_precision(self.beta_BHT, 8, 7))

@@ -33,8 +33,8 @@ class Cotangents(NamedTuple):
 def pieces(heads: int, chunks: int) -> int:
     """How many pieces a row is cut into, from how many heads all rows have and how many chunks a row has.
 
-    Most pieces are gone through three times: from nothing, from the identity, and from the state that
-    follows. That pays where a block for each head leaves most of the card idle.
+    Forwards, most pieces are gone through three times: from nothing, from the identity, and from the state
+    that follows; backwards twice. That pays where a block for each head leaves most of the card idle.
     """
     for most, wanted in ((16, 8), (32, 4)):
         if heads <= most:
@@ -51,20 +51,18 @@ def _seeds(S_BHVK, count: int):
 
 def _joined(S_BHVK, ends_BHGVK, transition_BHGKK):
     """What each piece starts from: S, the first one's end, then that carried on with what others add."""
-
-    def step(S, piece):
-        transition, end = piece
-        S = jnp.einsum("bhvk,bhkj->bhvj", S, transition, precision=lax.Precision.HIGHEST) + end
-        return S, S
-
-    by_piece = lambda x: jnp.moveaxis(x, 2, 0)
-    second, later = ends_BHGVK[:, :, 0], by_piece(ends_BHGVK[:, :, 1:])
-    _, others = lax.scan(step, second, (by_piece(transition_BHGKK), later))
-    return jnp.concatenate([S_BHVK[:, :, None], second[:, :, None], jnp.moveaxis(others, 0, 2)], 2)
+    found = [S_BHVK, ends_BHGVK[:, :, 0]]
+    for g in range(transition_BHGKK.shape[2]):
+        carried = jnp.einsum(
+            "bhvk,bhkj->bhvj", found[-1], transition_BHGKK[:, :, g], precision=lax.Precision.HIGHEST
+        )
+        found.append(carried + ends_BHGVK[:, :, 1 + g])
+    return jnp.stack(found, 2)
 
 
-def starts(p: Prepared, S_BHVK, count: int, interpret=None) -> tuple[jax.Array, jax.Array]:
-    """The state before each of `count` pieces of a row, and the maps of it by all but the first and last."""
+def starts(p: Prepared, S_BHVK, interpret=None) -> tuple[jax.Array, jax.Array]:
+    """The state before each piece of a row, and the maps of it by all pieces but the first and last."""
+    count = pieces(*_blocks(p))
     B, H, _, K = S_BHVK.shape
     transition = jnp.zeros((B, H, 0, K, K), jnp.float32)
     if count == 1:
@@ -76,10 +74,9 @@ def starts(p: Prepared, S_BHVK, count: int, interpret=None) -> tuple[jax.Array, 
     return _joined(S_BHVK, ends, transition), transition
 
 
-def outputs(p: Prepared, S_BHVK, interpret=None) -> tuple[jax.Array, jax.Array]:
-    """(o_BTHV, the last state, float32 [B, H, V, K]) from the first state."""
-    count = pieces(*_blocks(p))
-    S_BHGVK, _ = starts(p, S_BHVK, count, interpret)
+def outputs(p: Prepared, S_BHGVK, interpret=None) -> tuple[jax.Array, jax.Array]:
+    """(o_BTHV, the last state, float32 [B, H, V, K]) from the state before each piece."""
+    count = S_BHGVK.shape[2]
     o, last = Forward("outputs")(p, S_BHGVK, Pieces(count, 0, count), interpret)
     return o, last[:, :, -1]
 
@@ -90,8 +87,9 @@ def states(p: Prepared, S_BHGVK, interpret=None) -> Kept:
     return Kept(*Forward("kept")(p, S_BHGVK, Pieces(count, 0, count), interpret))
 
 
-def cotangents(p: Prepared, do_BTHV, dS_BHVK, count: int, transition_BHGKK, interpret=None) -> Cotangents:
-    """From those of the output and of the last state, with the transitions that `starts` gave."""
+def cotangents(p: Prepared, do_BTHV, dS_BHVK, transition_BHGKK, interpret=None) -> Cotangents:
+    """From those of the output and of the last state, with the maps that `starts` gave."""
+    count = pieces(*_blocks(p))
     after, back = dS_BHVK[:, :, None], lambda x: jnp.flip(x, 2)
     if count > 1:
         seeds = back(_seeds(dS_BHVK, count - 1))

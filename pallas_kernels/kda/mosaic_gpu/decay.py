@@ -50,8 +50,8 @@ class Sums:
     of blocks, that is the end of the first (`joined`), for halves of the chunk, quarters of a half and so on;
     both exponents are sums to that end, at most 0. In one of the smallest blocks both are sums from its
     beginning (`own`), and the column's is negated. So no exponent depends on a later token than the row's.
-    Where one may (in gradients), blocks of twice the size do with sums from their middle (`around`), which
-    serve rows for columns of the block before too, whose own are sums to that middle (`ahead`).
+    Where one may (in gradients), blocks of twice the size do with sums from their middle (`around`). Rows
+    with these serve for columns of the block before, too, which have sums to that middle (`ahead`).
     """
 
     def __init__(self, at, same, one: float = 1.0, dtype=jnp.bfloat16):
@@ -83,14 +83,18 @@ class Sums:
         return self._matrix((self.j > (self.i & -size)) & (self.j <= self.i))
 
     def around(self, size: int):
-        """From the middle of i's block of this size to i; before the middle from i to it, negated."""
-        middle = (self.i & -size) + size // 2
+        """From the middle of i's block of this size to i; before the middle from i to it, negated.
+
+        The middle is the last token before the second half: rows' factors are largest at the first token, and
+        with one step less there they have more room.
+        """
+        middle = (self.i & -size) + size // 2 - 1
         after = self._matrix((self.j > middle) & (self.j <= self.i))
         return after - self._matrix((self.j > self.i) & (self.j <= middle))
 
     def ahead(self, size: int):
         """From i in the first of a pair of blocks of this size to the middle of the second."""
-        middle = (self.i & (-2 * size)) + size + size // 2
+        middle = (self.i & (-2 * size)) + size + size // 2 - 1
         return self._matrix(((self.i & size) == 0) & (self.j > self.i) & (self.j <= middle))
 
 

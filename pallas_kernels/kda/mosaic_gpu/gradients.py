@@ -74,7 +74,7 @@ class _Memory(NamedTuple):
     dS: Any
     written: Any
     S: Any
-    late: Any  # the same memory: a matrix that sums gradients, and scores of pairs in one block
+    late: Any  # the same memory: a matrix that sums gradients; scores of small blocks, or decayed keys
     R: Any
     do: Any
     key: Any  # the same memory as R and do: decayed keys and queries
@@ -279,8 +279,6 @@ def _finer(m: _Memory, me, nk: int, form: Form, sums):
     These are in the memory of pairs apart and of the state, which nobody needs any more.
     """
     sizes = [size for size in form.joined if size < QUARTER]
-    if not sizes:
-        return
     of_keys, of_queries = (m.kk, m.late.at[1]), (m.qk, m.late.at[2])
     m.meet(3)
     for who, own_s, places in ((0, m.inverse, of_keys), (nk - 1, m.own_qk, of_queries)):
@@ -295,7 +293,10 @@ def _finer(m: _Memory, me, nk: int, form: Form, sums):
 
 
 def _anew(part: Part, m: _Memory, me, stage: int):
-    """The same part, and places of three factors: where small blocks' scores would be is one's of keys."""
+    """`part` with addresses made anew, and places of decayed keys, of queries, and of the first half's keys.
+
+    The last is where scores of small blocks are of finished inputs.
+    """
     at = me + zero(part.rate, stage)
     tiles = part._replace(q_s=m.q.at[at], k_s=m.k.at[at], z_s=m.z.at[at], g_s=m.g.at[at])
     return tiles, (m.key.at[at], m.query.at[at], m.late.at[1 + at // 2, :, pl.ds(at % 2 * WIDTH, WIDTH)])
@@ -358,12 +359,13 @@ def _kernel(sizes, scale, form, packed, *refs):
         plgpu.commit_smem()
         plgpu.barrier_arrive(m.summing)
 
-    scores, free = (m.kk, m.qk, m.inverse, m.own_qk), (m.key.at[me], m.query.at[me])
+    scores = m.kk, m.qk, m.inverse, m.own_qk
     if form.together == HALF:
         anew = lambda stage: _anew(part, m, me, stage)
         d = of_halves(anew, d, m.sums, scores)
         part, (*free, _) = anew(3)
     else:
+        free = m.key.at[me], m.query.at[me]
         d = of_pairs(part, d, m.sums, scores, _finer(m, me, nk, form, sums), free)
     left = of_leaving(part, m.sums.at[BEFORE], m.dS.at[pair, :, side], each(m.written))
     plgpu.commit_smem()  # log-decays and the state's cotangent were read for the last time

@@ -121,7 +121,7 @@ def of_state(part: Part, before_s, S_s, R_s, do_s) -> Terms:
 
 
 def of_pairs(part: Part, d: Terms, sums_s, scores, finer, free) -> Terms:
-    """By the scores of pairs, factored as in `prepare`.
+    """By the scores of pairs, factored as in `prepare`, of quarters and smaller blocks (finished inputs).
 
     Args:
       sums_s: the matrices of sums. scores: cotangents (of keys apart, of queries apart, of keys in one
@@ -209,15 +209,15 @@ def of_pairs(part: Part, d: Terms, sums_s, scores, finer, free) -> Terms:
 def of_halves(anew, d: Terms, sums_s, scores) -> Terms:
     """By the scores of pairs, those of a half factored around its middle.
 
-    As they are, the second's rows serve for columns of the first, too: what decays one goes on to that middle
-    (`ahead`).
+    Rows of the second half, as they are for that, serve for columns of the first too, which decay up to that
+    middle (`ahead`).
 
     Args:
-      anew: gives `Part` and three tiles of shared memory for a stage, with other addresses as far as the
-        compiler knows. sums_s, scores: see `of_pairs`.
+      anew: gives, for a stage, `Part` and places of decayed keys, of queries, and of the first half's keys,
+        at addresses that the compiler does not know from another stage. sums_s, scores: see `of_pairs`.
     """
     kk_s, qk_s, own_kk_s, own_qk_s = scores
-    part, (key_s, query_s, far_s) = anew(1)
+    part, (key_s, _, far_s) = anew(1)
     later = lambda x, stage: x + zero(part.rate, stage).astype(jnp.float32)  # exponentials are made anew
     x, far = products(*([(sums_s.at[which], part.g_s)] for which in (OWN, APART)))
     plgpu.commit_smem()
@@ -245,7 +245,7 @@ def of_halves(anew, d: Terms, sums_s, scores) -> Terms:
     through = d.through - rounded(part.key() * jnp.exp2(-x)) * y
     d = _held(d._replace(key=d.key + jnp.exp2(-x) * y, through=through))
     of_second = [(turned(x_s.at[SECOND]), y_s.at[SECOND]) for x_s, y_s in ((kk_s, key_s), (qk_s, query_s))]
-    y, far = products(of_second, [(sums_s.at[APART], part.g_s)])  # there are no registers to keep it
+    y, far = products(of_second, [(sums_s.at[APART], part.g_s)])  # `far` again: no registers to keep it
     return _held(d._replace(key=d.key + jnp.exp2(far) * y, through=d.through - load(far_s) * y))
 
 

@@ -103,8 +103,8 @@ def positions(opaque):
 def zero(rate, stage: int):
     """0 at run time, as rates are positive; the compiler must not know that it is that of another stage.
 
-    What depends on it is made anew. Addresses, masks and factors of all stages would be kept, and there are
-    no registers to keep them.
+    What depends on it is made anew. Else the compiler would keep addresses, masks and factors of all stages,
+    and there are no registers for them.
     """
     return (rate < -1.0 * stage).astype(jnp.int32)
 

@@ -102,6 +102,20 @@ def assert_close(actual, args, segment_ids, cots):
             assert_agree([got], [right], CANCELLING.get(name, GRADIENTS), [name])
 
 
+SIZES = [2.0**-20, 2.0**13]  # of cotangents. Those of a mean over many tokens are small
+
+
+def assert_scaled(run, args, size: float):
+    """Gradients are as large as cotangents: factors of pairs must leave room down and up."""
+    cots = cotangents(args)
+    others = jax.tree.map(lambda x: (x * size).astype(x.dtype), cots)
+    _, found = to_numpy(run(others))
+    _, wanted = to_numpy(run(cots))
+    for x, y in zip(found, wanted, strict=True):
+        x, y = np.float64(x) / size, np.float64(y)
+        np.testing.assert_allclose(x, y, atol=1e-3 * np.abs(y).max(), rtol=0)
+
+
 # ---- which calls they take ----
 
 
@@ -281,18 +295,11 @@ def test_the_device_agrees_with_the_definition(T, K, V, packed, kind):
 
 
 @pytest.mark.skipif(here() is not None, reason=str(here()))
-@pytest.mark.parametrize("size", [2.0**-20, 2.0**10])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_size_of_cotangents_does_not_matter_on_the_device(kind, size):
-    """Those of a mean over many tokens are small: factors of pairs must leave room down and up."""
     args = KINDS[kind](Case(1, 130, 4, 128, 128))
-    cots = cotangents(args)
-    others = jax.tree.map(lambda x: (x * size).astype(x.dtype), cots)
-    _, found = to_numpy(compiled(args, None, others))
-    _, wanted = to_numpy(compiled(args, None, cots))
-    for x, y in zip(found, wanted, strict=True):
-        x, y = np.float64(x) / size, np.float64(y)
-        np.testing.assert_allclose(x, y, atol=1e-3 * np.abs(y).max(), rtol=0)
+    assert_scaled(lambda cots: compiled(args, None, cots), args, size)
 
 
 # ---- interpreted ----
@@ -351,6 +358,14 @@ def test_agrees_with_the_definition(case, kind, interpret):
     args = KINDS[kind](case)
     cots = cotangents(args)
     assert_close(interpreted(interpret, args, case.segment_ids, cots), args, case.segment_ids, cots)
+
+
+@needs_new
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", ["floor", "finished_floor"])
+def test_the_size_of_cotangents_does_not_matter(kind, size, interpret):
+    args = KINDS[kind](Case(1, 64, 1, 128, 128))
+    assert_scaled(lambda cots: interpreted(interpret, args, None, cots), args, size)
 
 
 @needs_new

@@ -361,7 +361,7 @@ def _kernel(sizes, scale, form, packed, *refs):
 
     scores = m.kk, m.qk, m.inverse, m.own_qk
     if form.together == HALF:
-        anew = lambda stage: _anew(part, m, me, stage)
+        anew = partial(_anew, part, m, me)
         d = of_halves(anew, d, m.sums, scores)
         part, (*free, _) = anew(3)
     else:

@@ -121,7 +121,7 @@ def of_state(part: Part, before_s, S_s, R_s, do_s) -> Terms:
 
 
 def of_pairs(part: Part, d: Terms, sums_s, scores, finer, free) -> Terms:
-    """By the scores of pairs, factored as in `prepare`, of quarters and smaller blocks (finished inputs).
+    """By the scores of pairs, factored as in `prepare`: of halves, quarters and so on (finished inputs).
 
     Args:
       sums_s: the matrices of sums. scores: cotangents (of keys apart, of queries apart, of keys in one
@@ -188,22 +188,10 @@ def of_pairs(part: Part, d: Terms, sums_s, scores, finer, free) -> Terms:
         of_columns = [(turned(finer_kk_s), key_s), (turned(finer_qk_s), query_s)]
         d = add_column(d, x, *products(of_columns))
 
-    # In one block: its columns' factors are not its rows', but these inverted.
-    own = part.summed(sums_s.at[OWN])
-    plgpu.commit_smem()
-    key_s[...] = (part.key() * jnp.exp2(-own)).astype(jnp.bfloat16)
-    plgpu.commit_smem()
-    (y,) = products([(own_kk_s, key_s)])
-    z = rounded(part.key() * jnp.exp2(own)) * y
-    missed = d.missed + jnp.sum(z, axis=1)
-    d = _held(d._replace(key=d.key + jnp.exp2(own) * y, through=d.through + z, missed=missed))
-    (y,) = products([(own_qk_s, key_s)])
-    through = d.through + rounded(part.query() * jnp.exp2(own)) * y
-    d = _held(d._replace(query=d.query + jnp.exp2(own) * y, through=through))
-    put(jnp.exp2(own))
-    (y,) = products([(turned(own_kk_s), key_s), (turned(own_qk_s), query_s)])
-    through = d.through - rounded(part.key() * jnp.exp2(-own)) * y
-    return _held(d._replace(key=d.key + jnp.exp2(-own) * y, through=through))
+    # In one block. Nothing is made anew: that takes longer here (README.md).
+    x = part.summed(sums_s.at[OWN])
+    by_rows = [(own_kk_s, key_s)], [(own_qk_s, key_s)]
+    return _of_one_block(lambda _: (part, free), lambda x, _: x, d, x, by_rows)
 
 
 def of_halves(anew, d: Terms, sums_s, scores) -> Terms:
@@ -218,35 +206,53 @@ def of_halves(anew, d: Terms, sums_s, scores) -> Terms:
     """
     kk_s, qk_s, own_kk_s, own_qk_s = scores
     part, (key_s, _, far_s) = anew(1)
-    later = lambda x, stage: x + zero(part.rate, stage).astype(jnp.float32)  # exponentials are made anew
+    later = lambda x, stage: x + zero(part.rate, stage).astype(jnp.float32)
     x, far = products(*([(sums_s.at[which], part.g_s)] for which in (OWN, APART)))
-    plgpu.commit_smem()
-    key_s[...] = (part.key() * jnp.exp2(-x)).astype(jnp.bfloat16)
-    far_s[...] = (part.key() * jnp.exp2(far)).astype(jnp.bfloat16)
-    plgpu.commit_smem()
-
     by_rows = lambda own_s, apart_s: [(own_s, key_s), (apart_s.at[:, FIRST], far_s.at[FIRST])]
-    (y,) = products(by_rows(own_kk_s, kk_s))
+    of_rows = by_rows(own_kk_s, kk_s), by_rows(own_qk_s, qk_s)
+    d = _of_one_block(anew, later, d, x, of_rows, [(far_s, far)])
+
+    part, (key_s, query_s, far_s) = anew(2)
+    of_second = [(turned(x_s.at[SECOND]), y_s.at[SECOND]) for x_s, y_s in ((kk_s, key_s), (qk_s, query_s))]
+    y, far = products(of_second, [(sums_s.at[APART], part.g_s)])  # `far` again: no registers to keep it
+    return _held(d._replace(key=d.key + jnp.exp2(far) * y, through=d.through - load(far_s) * y))
+
+
+def _of_one_block(anew, later, d: Terms, x, by_rows, others=()) -> Terms:
+    """By pairs in one block, whose columns' factors are not its rows', but these inverted.
+
+    Leaves its rows' factors in their places.
+
+    Args:
+      anew: see `of_halves`. later: exponents that the compiler does not know from another stage, or it would
+        keep exponentials. x: exponents of rows. by_rows: what keys and what queries sum, each the block's
+        scores times decayed keys first. others: (place, exponents) of more decayed keys in that.
+    """
+    part, (key_s, *_) = anew(1)
+    (own_kk_s, _), (own_qk_s, _) = (pairs[0] for pairs in by_rows)
+    plgpu.commit_smem()  # all warps have done with the last
+    key_s[...] = (part.key() * jnp.exp2(-x)).astype(jnp.bfloat16)
+    for place, exponents in others:
+        place[...] = (part.key() * jnp.exp2(exponents)).astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    (y,) = products(by_rows[0])
     x = later(x, 1)
     z = rounded(part.key() * jnp.exp2(x)) * y
     missed = d.missed + jnp.sum(z, axis=1)
     d = _held(d._replace(key=d.key + jnp.exp2(x) * y, through=d.through + z, missed=missed))
-    (y,) = products(by_rows(own_qk_s, qk_s))
+    (y,) = products(by_rows[1])
     x = later(x, 2)
     through = d.through + rounded(part.query() * jnp.exp2(x)) * y
     d = _held(d._replace(query=d.query + jnp.exp2(x) * y, through=through))
 
-    x, (part, (key_s, query_s, far_s)) = later(x, 3), anew(2)
+    x, (part, (key_s, query_s, *_)) = later(x, 3), anew(2)
     plgpu.commit_smem()
     key_s[...] = (part.key() * jnp.exp2(x)).astype(jnp.bfloat16)
     query_s[...] = (part.query() * jnp.exp2(x)).astype(jnp.bfloat16)
     plgpu.commit_smem()
     (y,) = products([(turned(own_kk_s), key_s), (turned(own_qk_s), query_s)])
     through = d.through - rounded(part.key() * jnp.exp2(-x)) * y
-    d = _held(d._replace(key=d.key + jnp.exp2(-x) * y, through=through))
-    of_second = [(turned(x_s.at[SECOND]), y_s.at[SECOND]) for x_s, y_s in ((kk_s, key_s), (qk_s, query_s))]
-    y, far = products(of_second, [(sums_s.at[APART], part.g_s)])  # `far` again: no registers to keep it
-    return _held(d._replace(key=d.key + jnp.exp2(far) * y, through=d.through - load(far_s) * y))
+    return _held(d._replace(key=d.key + jnp.exp2(-x) * y, through=through))
 
 
 def of_leaving(part: Part, before_s, dS_s, written_s):

@@ -82,7 +82,8 @@ class Terms(NamedTuple):
     That is what comes to a token by decays up to it, less what others read of it by decays after it: the
     gradients of log-decays are sums of it. Most of such a sum cancels, as a pair of tokens both of which lie
     behind a decay says nothing of it. So each pair must come in and go out as the same number: of the factors
-    that `query` and `key` are made of, `through` takes those that products have, rounded.
+    that `query` and `key` are made of, `through` takes those that products have: rows' rounded, those of
+    columns in one block, which products have in two parts, as they are.
     """
 
     query: Any
@@ -190,7 +191,7 @@ def of_pairs(part: Part, d: Terms, sums_s, scores, finer, free) -> Terms:
 
     # In one block. Nothing is made anew: that takes longer here (README.md).
     x = part.summed(sums_s.at[OWN])
-    by_rows = [(own_kk_s, key_s)], [(own_qk_s, key_s)]
+    by_rows = [(own_kk_s, key_s), (own_kk_s, query_s)], [(own_qk_s, key_s), (own_qk_s, query_s)]
     return _of_one_block(lambda _: (part, free), lambda x, _: x, d, x, by_rows)
 
 
@@ -205,10 +206,12 @@ def of_halves(anew, d: Terms, sums_s, scores) -> Terms:
         at addresses that the compiler does not know from another stage. sums_s, scores: see `of_pairs`.
     """
     kk_s, qk_s, own_kk_s, own_qk_s = scores
-    part, (key_s, _, far_s) = anew(1)
+    part, (key_s, low_s, far_s) = anew(1)
     later = lambda x, stage: x + zero(part.rate, stage).astype(jnp.float32)
     x, far = products(*([(sums_s.at[which], part.g_s)] for which in (OWN, APART)))
-    by_rows = lambda own_s, apart_s: [(own_s, key_s), (apart_s.at[:, FIRST], far_s.at[FIRST])]
+    by_rows = lambda own_s, apart_s: [
+        (own_s, key_s), (own_s, low_s), (apart_s.at[:, FIRST], far_s.at[FIRST])
+    ]  # fmt: skip
     of_rows = by_rows(own_kk_s, kk_s), by_rows(own_qk_s, qk_s)
     d = _of_one_block(anew, later, d, x, of_rows, [(far_s, far)])
 
@@ -221,17 +224,18 @@ def of_halves(anew, d: Terms, sums_s, scores) -> Terms:
 def _of_one_block(anew, later, d: Terms, x, by_rows, others=()) -> Terms:
     """By pairs in one block, whose columns' factors are not its rows', but these inverted.
 
-    Leaves its rows' factors in their places.
+    Rows sum these in two parts, the second in the place of decayed queries. Leaves its rows' factors in their
+    places.
 
     Args:
       anew: see `of_halves`. later: exponents that the compiler does not know from another stage, or it would
         keep exponentials. x: exponents of rows. by_rows: what keys and what queries sum, each the block's
         scores times decayed keys first. others: (place, exponents) of more decayed keys in that.
     """
-    part, (key_s, *_) = anew(1)
+    part, (key_s, low_s, *_) = anew(1)
     (own_kk_s, _), (own_qk_s, _) = (pairs[0] for pairs in by_rows)
     plgpu.commit_smem()  # all warps have done with the last
-    key_s[...] = (part.key() * jnp.exp2(-x)).astype(jnp.bfloat16)
+    key_s[...], low_s[...] = split(part.key() * jnp.exp2(-x))
     for place, exponents in others:
         place[...] = (part.key() * jnp.exp2(exponents)).astype(jnp.bfloat16)
     plgpu.commit_smem()
@@ -251,7 +255,7 @@ def _of_one_block(anew, later, d: Terms, x, by_rows, others=()) -> Terms:
     query_s[...] = (part.query() * jnp.exp2(x)).astype(jnp.bfloat16)
     plgpu.commit_smem()
     (y,) = products([(turned(own_kk_s), key_s), (turned(own_qk_s), query_s)])
-    through = d.through - rounded(part.key() * jnp.exp2(-x)) * y
+    through = d.through - part.key() * jnp.exp2(-x) * y
     return _held(d._replace(key=d.key + jnp.exp2(-x) * y, through=through))
 
 

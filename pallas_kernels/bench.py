@@ -259,9 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = list(args.case or op.CASES)
     programs = compiled(op, names, chosen)
     device, rows = measure_device(), []
-    errors = {implementation: op.errors(implementation) for implementation in chosen}
-    if peer is not None:
-        errors[peer.name] = op.peer_errors(peer)
+    errors = op.errors(chosen, peer)
     store_errors(errors, device, folder)
     for name in names:
         ours = [row for x in chosen for row in measure(op, device, programs, x, name)]

@@ -1,6 +1,8 @@
 """The benchmark's own arithmetic, and a run of it on small shapes."""
 
+import contextlib
 import json
+import os
 import time
 
 import jax
@@ -98,6 +100,14 @@ def test_a_peer_is_timed_beside_ours(tmp_path, monkeypatch, capsys):
     assert errors["pooled"]["output"] < 1e-5  # the definition in float32, from what was rounded already
 
 
+def test_a_peer_tunes_in_this_run(monkeypatch):
+    """Not by what another left on disk, which may never have been timed, or on a busy card."""
+    monkeypatch.setenv("FLA_CACHE_RESULTS", "1")
+    with contextlib.suppress(ImportError):
+        kda.PEERS["fla"]()
+    assert os.environ["FLA_CACHE_RESULTS"] == "0"
+
+
 def test_pooled_errors_are_those_of_all_draws_as_one_array(monkeypatch):
     monkeypatch.setattr(accuracy, "CASE", SMALL["small"])
     monkeypatch.setattr(accuracy, "DRAWS", 2)
@@ -108,7 +118,7 @@ def test_pooled_errors_are_those_of_all_draws_as_one_array(monkeypatch):
         times = 2 if next(doubled) else 1
         return [times * x for x in definition(inputs, cotangents)]
 
-    pooled, (first, second) = accuracy.errors(run, definition, accuracy.to_numpy)
+    pooled, (first, second) = accuracy.errors({"doubled": run}, definition)["doubled"]
     assert set(first.values()) == {0}
     assert set(second.values()) == {1}
     norms = [np.linalg.norm(np.float64(accuracy.inputs(SMALL["small"], draw)[0])) for draw in range(2)]

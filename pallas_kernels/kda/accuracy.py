@@ -1,7 +1,6 @@
 """Errors of `kda_gated` in bfloat16 against its definition in float64, which the benchmark shows."""
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,23 +44,30 @@ def cotangents(case: Case) -> tuple[np.ndarray, np.ndarray]:
     return output, (normal(size=(B, H, K, V)) / K).astype(np.float32)
 
 
-def errors(run: Run, definition: Run, numpy: Callable[[Any], list[np.ndarray]]) -> Errors:
-    """Of `run`, whose results `numpy` makes a list of arrays of; `definition` is run in float64."""
+def errors(runs: Mapping[str, Run], definition: Run) -> dict[str, Errors]:
+    """Of each of `runs`, draw by draw beside `definition` in float64."""
     names = (*OUTPUTS, *(f"d {name}" for name in INPUTS))
-    off, size = np.zeros((2, DRAWS, len(names)))
+    off = {run: np.zeros((DRAWS, len(names))) for run in runs}
+    size = np.zeros((DRAWS, len(names)))
+    squares = lambda arrays: [np.sum(np.square(x)) for x in arrays]
     for draw in range(DRAWS):
-        found, wanted = numpy(run(inputs(CASE, draw), cotangents(CASE))), _exact(definition, CASE, draw)
-        for at, (x, y) in enumerate(zip(found, wanted, strict=True)):
-            off[draw, at], size[draw, at] = np.sum(np.square(x - y)), np.sum(np.square(y))
+        given = inputs(CASE, draw), cotangents(CASE)
+        wanted = _exact(definition, given)
+        size[draw] = squares(wanted)
+        for name, run in runs.items():
+            found = to_numpy(run(*given))
+            off[name][draw] = squares(x - y for x, y in zip(found, wanted, strict=True))
     named = lambda squares: dict(zip(names, np.sqrt(squares).tolist(), strict=True))
-    return Errors(named(off.sum(0) / size.sum(0)), [named(x / y) for x, y in zip(off, size, strict=True)])
+    return {
+        name: Errors(named(x.sum(0) / size.sum(0)), [named(draw) for draw in x / size])
+        for name, x in off.items()
+    }
 
 
-@lru_cache(maxsize=DRAWS)
-def _exact(definition: Run, case: Case, draw: int) -> list[np.ndarray]:
+def _exact(definition: Run, given: tuple[Any, Any]) -> list[np.ndarray]:
     with jax.enable_x64(True):
         wide = lambda x: jnp.asarray(np.asarray(jnp.asarray(x, jnp.float32)), jnp.float64)
-        return to_numpy(definition(*jax.tree.map(wide, (tuple(inputs(case, draw)), cotangents(case)))))
+        return to_numpy(definition(*jax.tree.map(wide, given)))
 
 
 def to_numpy(tree: Any) -> list[np.ndarray]:

@@ -1,7 +1,6 @@
 """What `python -m pallas_kernels.bench kda` times: `kda_gated` in bfloat16, float32 state, floor of -5."""
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -72,27 +71,16 @@ def work(case: Case) -> tuple[int, int]:
     return one, 3 * one
 
 
-def errors(implementation: Implementation) -> Errors:
-    """Against the definition in float64."""
-    return accuracy.errors(_program(implementation, accuracy.CASE), _definition(), accuracy.to_numpy)
+def errors(implementations: Sequence[Implementation], peer: Any = None) -> dict[str, Errors]:
+    """Against the definition in float64, of ours and of another library's from the same inputs."""
 
+    def program(implementation: Implementation) -> accuracy.Run:
+        run = both(implementation, accuracy.CASE)
+        return jax.jit(lambda inputs, cotangents: run(*inputs, cotangents=cotangents))
 
-def peer_errors(peer: Any) -> Errors:
-    """The same of another library's, from the same inputs."""
-
-    def run(inputs, cotangents):
+    def theirs(inputs, cotangents):
         inputs = peer.inputs([np.asarray(x.astype(jnp.float32)) for x in inputs])
-        return peer.both(accuracy.CASE, inputs, cotangents)()
+        return peer.numpy(peer.both(accuracy.CASE, inputs, cotangents)())
 
-    return accuracy.errors(run, _definition(), peer.numpy)
-
-
-def _definition() -> accuracy.Run:
-    return _program("reference", accuracy.CASE)
-
-
-@cache
-def _program(implementation: Implementation, case: Case) -> accuracy.Run:
-    """(inputs, cotangents) -> (outputs, gradients), compiled once."""
-    run = both(implementation, case)
-    return jax.jit(lambda inputs, cotangents: run(*inputs, cotangents=cotangents))
+    runs = {name: program(name) for name in implementations}
+    return accuracy.errors(runs if peer is None else runs | {peer.name: theirs}, program("reference"))

@@ -4,6 +4,7 @@ They need PyTorch with CUDA and a library of their own, which nothing else here 
 """
 
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ class FlashLinearAttention:
     name = "fla"
 
     def __init__(self):
+        os.environ["FLA_CACHE_RESULTS"] = "0"  # it tunes in this run, whatever another left on disk
         try:
             self._torch: Any = importlib.import_module("torch")
             self._op = importlib.import_module("fla.ops.kda").chunk_kda

@@ -1,7 +1,7 @@
 """One head of `kda_gated` and its gates' gradients in float64, with the Hopper kernels' roundings by name.
 
-The letters are those of pallas_kernels/kda/README.md. Packed rows and pieces are left out, and so is what
-float32 rounds.
+The letters are those of pallas_kernels/kda/README.md. Packed rows and pieces are left out, and so are what
+float32 rounds and the float16 operands of the inverse, which make 3e-6.
 """
 
 import math
@@ -15,7 +15,9 @@ from jax import lax
 
 from pallas_kernels.kda.gate import log_decay
 
+# The kernels' own numbers; they themselves cannot be imported with every jax that runs this.
 CHUNK, HALF, QUARTER = 64, 32, 16
+MIDDLE = HALF // 2 - 1  # the token of a half that its pairs factor at in `gradients`
 LOWER_BOUND = -5.0
 UNIT = 2.0**-10  # of log-decays to base 2
 
@@ -64,7 +66,7 @@ def _span(G_CK, size: int):
     """Decays between tokens and the end of the first block of their pair of blocks of this size."""
     i = jnp.arange(CHUNK)
     x = G_CK - G_CK[i // (2 * size) * (2 * size) + size - 1]
-    return jnp.exp(jnp.where((i & size != 0)[:, None], x, -x))
+    return jnp.exp(jnp.where(((i & size) != 0)[:, None], x, -x))
 
 
 def _scores(r: Mapping[str, Rounding], x_CK, k_CK, G_CK):
@@ -135,10 +137,9 @@ def _walks(r: Mapping[str, Rounding], p: Prepared, S_KV, dS_KV, do_NCV):
     return *of_states, *of_cotangents
 
 
-def _by_pairs(r: Mapping[str, Rounding], p: Prepared, dkk_CC, dqk_CC):
+def _by_pairs(r: Mapping[str, Rounding], middle: int, p: Prepared, dkk_CC, dqk_CC):
     """What comes to tokens by pairs of the chunk, less what leaves them."""
     i = jnp.arange(CHUNK)
-    middle = HALF // 2 - 1
     x = p.G - p.G[i // HALF * HALF + middle]
     rows, columns = r["rows' factors"], r["columns' factors"]
     query, key, column = rows(p.q * jnp.exp(x)), rows(p.k * jnp.exp(x)), columns(p.k * jnp.exp(-x))
@@ -152,35 +153,37 @@ def _by_pairs(r: Mapping[str, Rounding], p: Prepared, dkk_CC, dqk_CC):
     return through
 
 
-def _of_chunk(r: Mapping[str, Rounding], p: Prepared, do_CV, S_KV, written_CV, dS_KV, d_written_CV):
+def _of_chunk(
+    r: Mapping[str, Rounding], middle: int, p: Prepared, do_CV, S_KV, written_CV, dS_KV, d_written_CV
+):
     """The gradient of its log-decays."""
     R = r["R"](p.regained * (p.T.T @ d_written_CV))
     dqk, dkk = (r["d scores"](jnp.tril(x @ written_CV.T, -1)) for x in (do_CV, -R))
     by_state = (p.q * (do_CV @ S_KV.T) - p.k * (R @ S_KV.T)) * jnp.exp(p.G)
-    through = r["through"](by_state + _by_pairs(r, p, dkk, dqk))
+    through = r["through"](by_state + _by_pairs(r, middle, p, dkk, dqk))
     left = r["left"](p.k * (written_CV @ dS_KV.T) * jnp.exp(p.G[-1:] - p.G))
     held = jnp.sum(S_KV * dS_KV, 1) * p.whole[:, 0]
     return jnp.cumsum(through[::-1], 0)[::-1] + jnp.cumsum(left, 0) - left + held[None]
 
 
-def d_log_decays(r: Mapping[str, Rounding], q_TK, k_TK, v_TV, g_TK, beta_T, do_TV, S_KV, dS_KV):
+def d_log_decays(r: Mapping[str, Rounding], middle: int, q_TK, k_TK, v_TV, g_TK, beta_T, do_TV, S_KV, dS_KV):
     """The gradient of one head's log-decays, of queries with unit length times the scale, and unit keys."""
     *tokens, do = (x.reshape(-1, CHUNK, *x.shape[1:]) for x in (q_TK, k_TK, v_TV, g_TK, beta_T, do_TV))
     p = jax.vmap(partial(_prepare, r))(*tokens)
-    dg = jax.vmap(partial(_of_chunk, r))(p, do, *_walks(r, p, S_KV, dS_KV, do))
+    dg = jax.vmap(partial(_of_chunk, r, middle))(p, do, *_walks(r, p, S_KV, dS_KV, do))
     return dg.reshape(g_TK.shape)
 
 
-def gradients(r: Mapping[str, Rounding], inputs, cotangents):
+def gradients(r: Mapping[str, Rounding], inputs, cotangents, middle: int = MIDDLE):
     """(of gate logits, of a_log, of dt_bias) from `kda_gated`'s inputs, the initial state last, with B = 1.
 
-    T is a multiple of 64. `cotangents` are of output and final state.
+    T is a multiple of 64. `cotangents` are of output and final state. `middle`: see MIDDLE.
     """
     q, k, v, z, beta_logits, a_log, dt_bias, S = inputs
     unit = lambda x: x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
     g, pull = jax.vjp(lambda *x: log_decay(*x, LOWER_BOUND), z, a_log, dt_bias)
     tokens = (unit(q) * q.shape[-1] ** -0.5, unit(k), v, g, jax.nn.sigmoid(beta_logits), cotangents[0])
-    of_head = jax.vmap(partial(d_log_decays, r), in_axes=(1,) * 6 + (0, 0), out_axes=1)
+    of_head = jax.vmap(partial(d_log_decays, r, middle), in_axes=(1,) * 6 + (0, 0), out_axes=1)
     dz, d_a_log, _ = pull(of_head(*(x[0] for x in (*tokens, S, cotangents[1])))[None])
     dz = r["d logits"](dz)
     return dz, d_a_log, jnp.sum(dz, (0, 1))

@@ -9,6 +9,7 @@ table is stored in DIR (results/ by default) as roundings.json.
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -17,29 +18,33 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.kda_roundings.model import EXACT, ROUNDINGS, bfloat16, gradients, two_parts
+from experiments.kda_roundings.model import EXACT, MIDDLE, ROUNDINGS, bfloat16, gradients, two_parts
 from k3jax.train.rundir import environment
 from pallas_kernels.kda.accuracy import CASE, DRAWS, cotangents, inputs
 
 RESULTS = Path(__file__).parent / "results"
 NAMES = ("d gate_logits", "d a_log", "d dt_bias")
+ONE_PART = ROUNDINGS | {"columns' factors": bfloat16}
 VARIANTS = {
-    "all": ROUNDINGS,
-    "all, columns' factors in one part": ROUNDINGS | {"columns' factors": bfloat16},
-    "all, rows' factors in two parts": ROUNDINGS | {"rows' factors": two_parts},
-    "all, through in one part": ROUNDINGS | {"through": bfloat16},
-    **{f"{name} alone": EXACT | {name: rounding} for name, rounding in ROUNDINGS.items()},
+    "all": partial(gradients, ROUNDINGS),
+    "all, columns' factors in one part": partial(gradients, ONE_PART),
+    "the same, middle a token later": partial(gradients, ONE_PART, middle=MIDDLE + 1),
+    "the same, middle a token earlier": partial(gradients, ONE_PART, middle=MIDDLE - 1),
+    "all, rows' factors in two parts": partial(gradients, ROUNDINGS | {"rows' factors": two_parts}),
+    "all, through in one part": partial(gradients, ROUNDINGS | {"through": bfloat16}),
+    "columns' factors in one part alone": partial(gradients, EXACT | {"columns' factors": bfloat16}),
+    **{f"{name} alone": partial(gradients, EXACT | {name: ROUNDINGS[name]}) for name in ROUNDINGS},
 }
 
 
 def errors(draws: int) -> dict[str, dict[str, float]]:
     """By variant and gradient."""
-    compiled = {name: jax.jit(lambda *x, r=r: gradients(r, *x)) for name, r in VARIANTS.items()}
-    exact = jax.jit(lambda *x: gradients(EXACT, *x))
+    compiled = {name: jax.jit(run) for name, run in VARIANTS.items()}
+    exact = jax.jit(partial(gradients, EXACT))
     off, size = {name: np.zeros(len(NAMES)) for name in VARIANTS}, np.zeros(len(NAMES))
     squares = lambda tree: np.array([float(jnp.sum(jnp.square(x))) for x in tree])
+    wide = lambda tree: jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.float64), tree)
     for draw in range(draws):
-        wide = lambda tree: jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.float64), tree)
         given = wide((tuple(inputs(CASE, draw)), cotangents(CASE)))
         wanted = exact(*given)
         size += squares(wanted)

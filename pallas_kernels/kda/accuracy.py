@@ -57,7 +57,7 @@ def errors(runs: Mapping[str, Run], definition: Run) -> dict[str, Errors]:
         for name, run in runs.items():
             found = to_numpy(run(*given))
             off[name][draw] = squares(x - y for x, y in zip(found, wanted, strict=True))
-    named = lambda squares: dict(zip(names, np.sqrt(squares).tolist(), strict=True))
+    named = lambda ratios: dict(zip(names, np.sqrt(ratios).tolist(), strict=True))
     return {
         name: Errors(named(x.sum(0) / size.sum(0)), [named(draw) for draw in x / size])
         for name, x in off.items()

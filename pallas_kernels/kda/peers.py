@@ -23,7 +23,7 @@ class FlashLinearAttention:
     name = "fla"
 
     def __init__(self):
-        os.environ["FLA_CACHE_RESULTS"] = "0"  # it tunes in this run, whatever another left on disk
+        os.environ["FLA_CACHE_RESULTS"] = "0"  # it tunes in this run, whatever an earlier one left on disk
         try:
             self._torch: Any = importlib.import_module("torch")
             self._op = importlib.import_module("fla.ops.kda").chunk_kda

@@ -399,7 +399,7 @@ def test_what_a_token_does_to_itself_is_not_rounded_on_the_way(interpret):
 
 @needs_new
 def test_columns_of_pairs_keep_sixteen_bits(interpret):
-    """The gates' gradients owe a tenth of their error to these factors where they have eight."""
+    """In one chunk alone the gates' gradients owe a tenth of their error to these if they have eight."""
     args = inputs(Case(1, 64, 2, 128, 128), 0.0)
     args[7] = 0 * args[7]
     cots = cotangents(args)[0], np.zeros_like(args[7])

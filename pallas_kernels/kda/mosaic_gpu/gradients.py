@@ -77,8 +77,8 @@ class _Memory(NamedTuple):
     late: Any  # the same memory: a matrix that sums gradients; scores of small blocks, or decayed keys
     R: Any
     do: Any
-    key: Any  # the same memory as R and do: decayed keys and queries
-    query: Any
+    key: Any  # the same memory as R and do: decayed keys
+    query: Any  # and queries, before them the second part of keys
     of_channel: Any  # bias, decay of the whole chunk, what the state says of all log-decays; `regained`
     of_token: Any  # norms, the diagonal of do v'^t, and in packed rows whether it is real
     dot: Any  # sums over channels

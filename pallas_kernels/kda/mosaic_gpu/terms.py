@@ -82,7 +82,7 @@ class Terms(NamedTuple):
     That is what comes to a token by decays up to it, less what others read of it by decays after it: the
     gradients of log-decays are sums of it. Most of such a sum cancels, as a pair of tokens both of which lie
     behind a decay says nothing of it. So each pair must come in and go out as the same number: of the factors
-    that `query` and `key` are made of, `through` takes those that products have: rows' rounded, those of
+    that `query` and `key` are made of, `through` takes those that products have, rounded; but those of
     columns in one block, which products have in two parts, as they are.
     """
 
@@ -191,8 +191,7 @@ def of_pairs(part: Part, d: Terms, sums_s, scores, finer, free) -> Terms:
 
     # In one block. Nothing is made anew: that takes longer here (README.md).
     x = part.summed(sums_s.at[OWN])
-    by_rows = [(own_kk_s, key_s), (own_kk_s, query_s)], [(own_qk_s, key_s), (own_qk_s, query_s)]
-    return _of_one_block(lambda _: (part, free), lambda x, _: x, d, x, by_rows)
+    return _of_one_block(lambda _: (part, free), lambda x, _: x, d, x, (own_kk_s, own_qk_s))
 
 
 def of_halves(anew, d: Terms, sums_s, scores) -> Terms:
@@ -202,18 +201,16 @@ def of_halves(anew, d: Terms, sums_s, scores) -> Terms:
     middle (`ahead`).
 
     Args:
-      anew: gives, for a stage, `Part` and places of decayed keys, of queries, and of the first half's keys,
-        at addresses that the compiler does not know from another stage. sums_s, scores: see `of_pairs`.
+      anew: gives, for a stage, `Part` and places of decayed keys, of queries (before, of the second part of
+        keys), and of the first half's keys, at addresses that the compiler does not know from another stage.
+        sums_s, scores: see `of_pairs`.
     """
     kk_s, qk_s, own_kk_s, own_qk_s = scores
-    part, (key_s, low_s, far_s) = anew(1)
+    part, (*_, far_s) = anew(1)
     later = lambda x, stage: x + zero(part.rate, stage).astype(jnp.float32)
     x, far = products(*([(sums_s.at[which], part.g_s)] for which in (OWN, APART)))
-    by_rows = lambda own_s, apart_s: [
-        (own_s, key_s), (own_s, low_s), (apart_s.at[:, FIRST], far_s.at[FIRST])
-    ]  # fmt: skip
-    of_rows = by_rows(own_kk_s, kk_s), by_rows(own_qk_s, qk_s)
-    d = _of_one_block(anew, later, d, x, of_rows, [(far_s, far)])
+    apart = tuple([(x_s.at[:, FIRST], far_s.at[FIRST])] for x_s in (kk_s, qk_s))
+    d = _of_one_block(anew, later, d, x, (own_kk_s, own_qk_s), [(far_s, far)], apart)
 
     part, (key_s, query_s, far_s) = anew(2)
     of_second = [(turned(x_s.at[SECOND]), y_s.at[SECOND]) for x_s, y_s in ((kk_s, key_s), (qk_s, query_s))]
@@ -221,7 +218,7 @@ def of_halves(anew, d: Terms, sums_s, scores) -> Terms:
     return _held(d._replace(key=d.key + jnp.exp2(far) * y, through=d.through - load(far_s) * y))
 
 
-def _of_one_block(anew, later, d: Terms, x, by_rows, others=()) -> Terms:
+def _of_one_block(anew, later, d: Terms, x, own, others=(), apart=((), ())) -> Terms:
     """By pairs in one block, whose columns' factors are not its rows', but these inverted.
 
     Rows sum these in two parts, the second in the place of decayed queries. Leaves its rows' factors in their
@@ -229,22 +226,23 @@ def _of_one_block(anew, later, d: Terms, x, by_rows, others=()) -> Terms:
 
     Args:
       anew: see `of_halves`. later: exponents that the compiler does not know from another stage, or it would
-        keep exponentials. x: exponents of rows. by_rows: what keys and what queries sum, each the block's
-        scores times decayed keys first. others: (place, exponents) of more decayed keys in that.
+        keep exponentials. x: exponents of rows. own: cotangents of the block's scores of keys, of queries.
+        others: (place, exponents) of more decayed keys. apart: the products with these that keys and that
+        queries sum.
     """
     part, (key_s, low_s, *_) = anew(1)
-    (own_kk_s, _), (own_qk_s, _) = (pairs[0] for pairs in by_rows)
+    of_keys, of_queries = ([(x_s, key_s), (x_s, low_s), *y] for x_s, y in zip(own, apart, strict=True))
     plgpu.commit_smem()  # all warps have done with the last
     key_s[...], low_s[...] = split(part.key() * jnp.exp2(-x))
     for place, exponents in others:
         place[...] = (part.key() * jnp.exp2(exponents)).astype(jnp.bfloat16)
     plgpu.commit_smem()
-    (y,) = products(by_rows[0])
+    (y,) = products(of_keys)
     x = later(x, 1)
     z = rounded(part.key() * jnp.exp2(x)) * y
     missed = d.missed + jnp.sum(z, axis=1)
     d = _held(d._replace(key=d.key + jnp.exp2(x) * y, through=d.through + z, missed=missed))
-    (y,) = products(by_rows[1])
+    (y,) = products(of_queries)
     x = later(x, 2)
     through = d.through + rounded(part.query() * jnp.exp2(x)) * y
     d = _held(d._replace(query=d.query + jnp.exp2(x) * y, through=through))
@@ -254,7 +252,7 @@ def _of_one_block(anew, later, d: Terms, x, by_rows, others=()) -> Terms:
     key_s[...] = (part.key() * jnp.exp2(x)).astype(jnp.bfloat16)
     query_s[...] = (part.query() * jnp.exp2(x)).astype(jnp.bfloat16)
     plgpu.commit_smem()
-    (y,) = products([(turned(own_kk_s), key_s), (turned(own_qk_s), query_s)])
+    (y,) = products([(turned(x_s), y_s) for x_s, y_s in zip(own, (key_s, query_s), strict=True)])
     through = d.through - part.key() * jnp.exp2(-x) * y
     return _held(d._replace(key=d.key + jnp.exp2(-x) * y, through=through))
 

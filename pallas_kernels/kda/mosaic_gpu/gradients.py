@@ -1,7 +1,7 @@
 """The last kernel backwards: what every chunk's cotangents say about its inputs (README.md)."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.kda.mosaic_gpu import decay
 from pallas_kernels.kda.mosaic_gpu.decay import HALF, QUARTER
 from pallas_kernels.kda.mosaic_gpu.form import UNIT, Form
+from pallas_kernels.kda.mosaic_gpu.gradients_memory import Memory, Sources, fetch, scratch
 from pallas_kernels.kda.mosaic_gpu.prepare import Inputs, Prepared
 from pallas_kernels.kda.mosaic_gpu.scan import Cotangents, Kept
 from pallas_kernels.kda.mosaic_gpu.terms import (
@@ -42,7 +43,6 @@ from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     turned,
     zero,
 )
-from pallas_kernels.kda.mosaic_gpu.warpgroup import tiles as _tiles
 
 
 class Gradients(NamedTuple):
@@ -57,81 +57,6 @@ class Gradients(NamedTuple):
     z_BTHK: jax.Array
     beta_BHNXC: jax.Array
     rate_BHNXC: jax.Array
-
-
-class _Memory(NamedTuple):
-    """A block's shared memory, tiles of it numbered; and what its copies and warpgroups wait for."""
-
-    inverse: Any  # later cotangents of scores of keys in one block
-    kk: Any  # cotangents of scores of pairs apart
-    qk: Any
-    own_qk: Any
-    sums: Any  # matrices that sum log-decays; in the last two, values at first
-    q: Any
-    k: Any
-    z: Any  # what log-decays are made of, at first and at last
-    g: Any  # the same memory: log-decays, in units
-    dS: Any
-    written: Any
-    S: Any
-    late: Any  # the same memory: a matrix that sums gradients; scores of small blocks, or decayed keys
-    R: Any
-    do: Any
-    key: Any  # the same memory as R and do: decayed keys
-    query: Any  # and queries, before them the second part of keys
-    of_channel: Any  # bias, decay of the whole chunk, what the state says of all log-decays; `regained`
-    of_token: Any  # norms, the diagonal of do v'^t, and in packed rows whether it is real
-    dot: Any  # sums over channels
-    index: Any  # of segments, in packed rows
-    gate: Any
-    raw: Any
-    shared: Any
-    states: Any
-    again: Any
-    summing: Any
-    met: Any
-
-    @classmethod
-    def of(cls, refs) -> "_Memory":
-        """From scratch memory as `_scratch` asks for it."""
-        inverse, kk, qk, own_qk, sums, q, k, gates, dS, written, states, values, *rest = refs
-        ((z,), (g,)), ((S,), (late,)), ((R, do), (key, query)) = gates, states, values
-        ids = [] if len(rest) > 10 else [None]
-        return cls(
-            inverse, kk, qk, own_qk, sums, q, k, z, g, dS, written, S, late, R, do, key, query,
-            *rest[:3], *ids, *rest[3:],
-        )  # fmt: skip
-
-    def meet(self, at: int):
-        """All warpgroups, with what they have written so far."""
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.met.at[at])
-        plgpu.barrier_wait(self.met.at[at])
-
-
-def _scratch(K: int, V: int, packed: bool):
-    nk, nv = K // WIDTH, V // TILE
-    # One swizzle for all: both operands of a product need the same, and half a tile of columns is read.
-    tiles, half = partial(_tiles, columns=WIDTH), partial(_tiles, columns=WIDTH, dtype=jnp.float16)
-    vector = lambda *shape, dtype=jnp.float32: plgpu.SMEM(shape, dtype)
-    part, square, value = tiles(nk, CHUNK, WIDTH), tiles(CHUNK, CHUNK), tiles(nv, CHUNK, TILE)
-    return [
-        *(square,) * 4, half(3, CHUNK, CHUNK),
-        part, part, plgpu.RefUnion([part], [half(nk, CHUNK, WIDTH)]),
-        tiles(K // TILE, max(V, 2 * CHUNK), TILE), tiles(nv, TILE, CHUNK),
-        plgpu.RefUnion([tiles(K // TILE, V, TILE)], [tiles(3, CHUNK, CHUNK)]),
-        plgpu.RefUnion([value, value], [part, part]),
-        # Few allocations: each takes a multiple of 1,024 bytes.
-        vector(4, K), vector(4, CHUNK), vector(4, nk, CHUNK),
-        *([vector(CHUNK, dtype=jnp.int32)] if packed else []),
-        plgpu.Barrier(num_arrivals=2, num_barriers=nk),
-        plgpu.Barrier(num_arrivals=2, num_barriers=nk),
-        plgpu.Barrier(num_arrivals=4 + 4 * nv + 2 * packed),
-        plgpu.Barrier(num_arrivals=2, num_barriers=K // TILE),
-        plgpu.Barrier(num_barriers=nk),
-        plgpu.Barrier(),
-        plgpu.Barrier(num_arrivals=nk, num_barriers=5),
-    ]  # fmt: skip
 
 
 def _put_scores(x, sums, size: int, apart_s, own_s):
@@ -156,7 +81,7 @@ def _diagonal(x, sums):
     return jnp.sum(jnp.where(sums.i == sums.j, x, 0.0), axis=1)
 
 
-def _of_scores(m: _Memory, me, nk: int, nv: int, form: Form, sums, finished):
+def _of_scores(m: Memory, me, nk: int, nv: int, form: Form, sums, finished):
     """Leaves R in the place of dv', and the cotangents of scores of pairs in four tiles; shares out the work.
 
     With R = Diag(beta) T^t dv', the cotangent of v is R itself, that of scores of keys is -R v'^t, and that
@@ -208,61 +133,7 @@ def _of_scores(m: _Memory, me, nk: int, nv: int, form: Form, sums, finished):
     put_sums(nk - 1, OWN, lambda of: of.around(HALF) if halves else of.own(form.own))
 
 
-class _Sources(NamedTuple):
-    """In device memory."""
-
-    q: Any
-    k: Any
-    z: Any
-    bias: Any
-    whole: Any
-    inverse: Any
-    norm: Any
-    regained: Any
-    v: Any  # bits of bfloat16 as float16: it goes where matrices in float16 will be
-    S: Any
-    written: Any
-    dS: Any
-    d_written: Any
-    do: Any
-    ids: tuple[Any, ...]  # of packed rows: index of segments, whether a token is real
-
-
-def _fetch(m: _Memory, me, where, g: _Sources) -> None:
-    """Starts to copy a chunk's inputs, first what is needed first."""
-    (b, h, n), tokens, mine = where, pl.ds(where[2] * CHUNK, CHUNK), pl.ds(me * WIDTH, WIDTH)
-    nv = g.written.shape[3] // TILE
-    plgpu.copy_gmem_to_smem(g.z.at[b, tokens, h, mine], m.z.at[me], m.gate.at[me])
-    plgpu.copy_gmem_to_smem(g.bias.at[h, mine], m.of_channel.at[0, mine], m.gate.at[me])
-
-    @pl.when(me == 0)
-    def _():
-        for source, target in zip(g.ids, (m.index, m.of_token.at[3]), strict=False):
-            plgpu.copy_gmem_to_smem(source.at[b, tokens], target, m.shared)
-        plgpu.copy_gmem_to_smem(g.inverse.at[b, h, n], m.inverse, m.shared)
-        for v in range(nv):
-            of = channels(v)
-            plgpu.copy_gmem_to_smem(g.d_written.at[b, h, n, of], m.R.at[v], m.shared)
-            plgpu.copy_gmem_to_smem(g.written.at[b, h, n, of], m.written.at[v], m.shared)
-            plgpu.copy_gmem_to_smem(g.do.at[b, tokens, h, of], m.do.at[v], m.shared)
-            plgpu.copy_gmem_to_smem(g.v.at[b, tokens, h, of], m.sums.at[APART + v], m.shared)
-        plgpu.copy_gmem_to_smem(g.whole.at[b, h, n], m.of_channel.at[1], m.shared)
-        plgpu.copy_gmem_to_smem(g.norm.at[b, h, n], m.of_token.at[pl.ds(0, 2)], m.shared)
-        plgpu.copy_gmem_to_smem(g.regained.at[b, h, tokens], m.of_channel.at[3, channels(0)], m.shared)
-
-    # A tile of the states is 64 channels wide, for two warpgroups.
-    pair, values = me // 2, pl.ds(0, nv * TILE)
-
-    @pl.when(me % 2 == 0)
-    def _():
-        for source, target in ((g.S, m.S), (g.dS, m.dS.at[:, values])):
-            plgpu.copy_gmem_to_smem(source.at[b, h, n, :, channels(pair)], target.at[pair], m.states.at[pair])
-
-    for source, target in ((g.q, m.q), (g.k, m.k)):
-        plgpu.copy_gmem_to_smem(source.at[b, tokens, h, mine], target.at[me], m.raw.at[me])
-
-
-def _put_held(m: _Memory, me, nv: int, sums) -> None:
+def _put_held(m: Memory, me, nv: int, sums) -> None:
     """What the state itself says about all log-decays."""
 
     @pl.when(me % 2 == 1)
@@ -273,7 +144,7 @@ def _put_held(m: _Memory, me, nv: int, sums) -> None:
         m.of_channel[2, channels(pair)] = _diagonal(x, sums()) * whole
 
 
-def _finer(m: _Memory, me, nk: int, form: Form, sums):
+def _finer(m: Memory, me, nk: int, form: Form, sums):
     """Of pairs of blocks inside a quarter: the matrix of sums, cotangents of scores of keys, of queries.
 
     These are in the memory of pairs apart and of the state, which nobody needs any more.
@@ -292,7 +163,7 @@ def _finer(m: _Memory, me, nk: int, form: Form, sums):
         yield sums().joined(size), *scores
 
 
-def _anew(part: Part, m: _Memory, me, stage: int):
+def _anew(part: Part, m: Memory, me, stage: int):
     """`part` with addresses made anew, and places of decayed keys, of queries, and of the first half's keys.
 
     The last is where scores of small blocks are of finished inputs.
@@ -302,7 +173,7 @@ def _anew(part: Part, m: _Memory, me, stage: int):
     return tiles, (m.key.at[at], m.query.at[at], m.late.at[1 + at // 2, :, pl.ds(at % 2 * WIDTH, WIDTH)])
 
 
-def _through_norms(part: Part, m: _Memory, me, nk: int, scale: float, dq, dk):
+def _through_norms(part: Part, m: Memory, me, nk: int, scale: float, dq, dk):
     """Gradients of unit vectors, less what lies along these; the query's has the scale in it."""
     m.dot[0, me] = jnp.sum(part.query() * dq, axis=1)
     m.dot[1, me] = jnp.sum(part.key() * dk, axis=1)
@@ -315,14 +186,14 @@ def _kernel(sizes, scale, form, packed, *refs):
     """One chunk of one head of one row."""
     nk, nv = sizes[3] // WIDTH, sizes[4] // TILE
     rate_g, *refs = refs
-    g, refs = _Sources(*refs[:14], ids=tuple(refs[14 : 14 + 2 * packed])), refs[14 + 2 * packed :]
+    g, refs = Sources(*refs[:14], ids=tuple(refs[14 : 14 + 2 * packed])), refs[14 + 2 * packed :]
     dq_g, dk_g, dv_g, dz_g, dbeta_g, drate_g = refs[:6]
-    m = _Memory.of(refs[6:])
+    m = Memory.of(refs[6:])
     b, h, n = where = tuple(lax.axis_index(name) for name in ("row", "head", "chunk"))
     me = lax.axis_index("warpgroup")
     tokens, mine = pl.ds(n * CHUNK, CHUNK), pl.ds(me * WIDTH, WIDTH)
     pair, side = me // 2, pl.ds(me % 2 * WIDTH, WIDTH)
-    _fetch(m, me, where, g)
+    fetch(m, me, where, g)
 
     rate = rate_g[h]
     ids_s = m.index, m.of_token.at[3]
@@ -415,7 +286,7 @@ def gradients(
     )  # fmt: skip
     launch = plgpu.kernel(
         partial(_kernel, x.sizes, scale, form, packed), out_type=out_type,
-        scratch_types=_scratch(K, V, packed),
+        scratch_types=scratch(K, V, packed),
         grid=(N, H, B), grid_names=("chunk", "head", "row"), num_threads=nk, thread_name="warpgroup",
         kernel_name="kda_gradients",
         compiler_params=PARAMS, interpret=interpret,

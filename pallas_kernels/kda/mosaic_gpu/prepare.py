@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.kda.mosaic_gpu import decay
 from pallas_kernels.kda.mosaic_gpu.decay import HALF, QUARTER
 from pallas_kernels.kda.mosaic_gpu.form import UNIT, Form
+from pallas_kernels.kda.mosaic_gpu.inverse import inverse_of, joins
 from pallas_kernels.kda.mosaic_gpu.warpgroup import (
     CHUNK,
     COLUMNS,
@@ -153,57 +154,6 @@ class _Chunk(NamedTuple):
         return line(ROWS) + self.zero(stage), line(COLUMNS)
 
 
-def _joins(places, size: int):
-    """Rows of the second block of a pair of blocks, columns of the first."""
-    i_C, j_C = places
-    first = jnp.where((i_C & size) != 0, i_C & (-2 * size), -1)
-    return rows(first, CHUNK) == columns(j_C & -size)
-
-
-def _added(T, left, right):
-    """T + left right."""
-    return T + products([(left, right)])[0]
-
-
-def _inverse(A, a16, t16, places):
-    """(I + A)^-1 of a strictly lower triangular A, by doubling; `a16` and `t16` are free memory.
-
-    From blocks of size s, T <- T - T A T gives those of 2 s, with T A in the lower left of each pair only.
-    Keys are unit vectors and beta < 1, so no entry of T is above 1: float16 holds it.
-    """
-    a16[...] = (-A).astype(jnp.float16)
-    plgpu.commit_smem()
-    T = jnp.where(_joins(places, 1), -A, 0.0)
-    T = jnp.where(rows(places[0], CHUNK) == columns(places[1]), 1.0, T)
-    # Left to itself, the compiler would choose among float16 numbers, one by one.
-    narrow = lambda x: lax.optimization_barrier(x).astype(jnp.float16)
-
-    def by_A(T16, a16):
-        """What was written becomes visible to the next product while this one is under way."""
-
-        def run(total):
-            plgpu.wgmma(total, T16, a16)
-            plgpu.commit_smem()
-            return total[...]
-
-        return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((CHUNK, a16.shape[1])))
-
-    for size in (2, 4, 8, 16):
-        T16 = narrow(T)
-        plgpu.commit_smem()
-        t16[...] = T16
-        x = jnp.where(_joins(places, size), by_A(T16, a16), 0.0)
-        T = _added(T, narrow(x), t16)
-    # The last step needs no mask: the right half of T has nothing in the upper rows.
-    early, late = pl.ds(0, HALF), pl.ds(HALF, HALF)
-    left, right = (lax.slice(T, (0, at), (CHUNK, at + HALF)) for at in (0, HALF))
-    T16 = narrow(left)
-    plgpu.commit_smem()
-    t16[:, early] = T16
-    left = _added(left, narrow(by_A(narrow(right), a16.at[late, early])), t16.at[early, early])
-    return lax.concatenate([left, right], 1)
-
-
 def _norms(me: _Chunk, form: Form, dot_s, real_C):
     """1 / |q| (0 at padding) and 1 / |k| of the rows; returns when both warpgroups are here."""
     if form.raw:
@@ -289,7 +239,7 @@ def _scores(me: _Chunk, form: Form, matrices, same, norms, own_s, fetch):
 def _joined(scores, here, size: int, places):
     """`here`, of pairs of blocks of a size, in its place: columns of the first, rows from the second on."""
     if size < SLICE:
-        return jnp.where(_joins(places, size), here, scores)
+        return jnp.where(joins(places, size), here, scores)
     i_C, pieces = places[0], []
     for at in range(0, CHUNK, size):
         part = lax.slice(scores, (0, at), (CHUNK, at + size))
@@ -446,7 +396,7 @@ def _solve(me: _Chunk, scores, places, same, vectors, scale, pair_g):
     @pl.when(me.me == 0)
     def _():
         A = only(rows(i_C, CHUNK) > columns(j_C)) * rows(load(beta_s, ROWS))
-        T = _inverse(A, g_s.at[0], g_s.at[1], places)
+        T = inverse_of(A, g_s.at[0], g_s.at[1], places)
         inverse[...] = (T * columns(rounded(load(beta_s, COLUMNS)))).astype(jnp.bfloat16)
 
     @pl.when(me.me == 1)

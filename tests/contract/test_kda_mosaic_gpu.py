@@ -386,12 +386,16 @@ def test_errors_are_less_than_those_of_another_librarys_kernels(interpret, monke
     assert {name: error for name, error in found.items() if error > theirs[name]} == {}
 
 
+def without_states(args):
+    """(inputs, cotangents) where nothing comes from a state or is asked of one."""
+    args = [*args[:7], 0 * args[7]]
+    return args, (cotangents(args)[0], np.zeros_like(args[7]))
+
+
 @needs_new
 def test_what_a_token_does_to_itself_is_not_rounded_on_the_way(interpret):
     """With strong decays that is all: beta v, read by q . k. Three roundings of 1.65e-3 are left."""
-    args = inputs(Case(1, 128, 2, 128, 128), 1e4)
-    args[7] = 0 * args[7]
-    cots = cotangents(args)[0], np.zeros_like(args[7])
+    args, cots = without_states(inputs(Case(1, 128, 2, 128, 128), 1e4))
     actual, wanted = interpreted(interpret, args, None, cots), expected(args, None, cots)
     some = lambda values, gradients: [values[0], gradients[2], gradients[4]]
     assert_agree(some(*actual), some(*wanted), 2.95e-3, ["output", "d value", "d beta_logits"])
@@ -400,9 +404,7 @@ def test_what_a_token_does_to_itself_is_not_rounded_on_the_way(interpret):
 @needs_new
 def test_columns_of_pairs_keep_sixteen_bits(interpret):
     """In one chunk alone the gates' gradients owe a tenth of their error to these if they have eight."""
-    args = inputs(Case(1, 64, 2, 128, 128), 0.0)
-    args[7] = 0 * args[7]
-    cots = cotangents(args)[0], np.zeros_like(args[7])
+    args, cots = without_states(inputs(Case(1, 64, 2, 128, 128), 0.0))
     actual, wanted = interpreted(interpret, args, None, cots), expected(args, None, cots)
     assert_agree([actual[1][3]], [wanted[1][3]], 3.6e-3, ["d gate_logits"])
 

@@ -1,11 +1,12 @@
 """Times an op's implementations beside the least that the device could need.
 
-    python -m pallas_kernels.bench kda [--implementation xla] [--case k3_layer ...] [--peer fla] [--out DIR]
+    python -m pallas_kernels.bench kda [--implementation xla] [--case k3_layer] [--peer fla] [--out DIR]
 
 The byte floor of a case is what it reads and writes, once, at the speed of a large copy on this device
 in this run. Extra memory is what the compiled program holds beside inputs and outputs. Errors are
-relative L2 distances from the definition in float64, of several draws as one array. A peer is another
-library's kernel, timed in this run as a CUDA graph; "x peer" says how many times as fast as it ours is.
+relative L2 distances from the definition in float64, of several draws as one array. Peers are other
+libraries' kernels, timed in this run as CUDA graphs; "x peer" says how many times as fast as the first
+of them ours is. Every flag but the last takes several names.
 Rows are added to results/ in the op's folder (or DIR) as rows.jsonl, errors of every draw as errors.jsonl,
 beside roofline.png.
 """
@@ -145,7 +146,7 @@ def measure_peer(op: Any, peer: Any, device: Device, name: str) -> list[Row]:
 
 
 def beside(rows: Sequence[Row], peers: Sequence[Row]) -> list[Row]:
-    """Rows that know how they stand to the peer's of the same case and direction."""
+    """Rows that know how they stand to a peer's of the same case and direction."""
     of_peer = {(row.case, row.direction): row.ms for row in peers}
     known = lambda row: (row.case, row.direction) in of_peer
     ratio = lambda row: of_peer[row.case, row.direction] / row.ms
@@ -238,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("op", choices=OPS)
     parser.add_argument("--implementation", nargs="+", help="all that run here, if not given")
     parser.add_argument("--case", nargs="+", help="all, if not given")
-    parser.add_argument("--peer", help="another library's kernel, timed beside ours")
+    parser.add_argument("--peer", nargs="+", default=[], help="other libraries' kernels, timed beside ours")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     op: Any = importlib.import_module(f"pallas_kernels.{args.op}.bench")
@@ -251,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.implementation or ():
         if (reason := op.why_not(name)) is not None:
             parser.error(f"--implementation {name} cannot run here: {reason}")
-    peer = _peer(op, args.peer, parser) if args.peer else None
+    peers = [_peer(op, name, parser) for name in args.peer]
     chosen = args.implementation or [name for name in op.IMPLEMENTATIONS if op.why_not(name) is None]
     folder = args.out or Path(op.__file__).parent / "results"
     folder.mkdir(parents=True, exist_ok=True)
@@ -259,12 +260,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = list(args.case or op.CASES)
     programs = compiled(op, names, chosen)
     device, rows = measure_device(), []
-    errors = op.errors(chosen, peer)
+    errors = op.errors(chosen, peers)
     store_errors(errors, device, folder)
     for name in names:
         ours = [row for x in chosen for row in measure(op, device, programs, x, name)]
-        peers = measure_peer(op, peer, device, name) if peer is not None else []
-        found = [*beside(ours, peers), *peers]
+        theirs = [measure_peer(op, peer, device, name) for peer in peers]
+        found = sum(theirs, beside(ours, theirs[0]) if theirs else ours)
         store(found, device, folder)  # at once: a long run may be cut short
         rows += found
     show(rows, errors, device, Console(width=None if sys.stdout.isatty() else 110))

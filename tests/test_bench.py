@@ -81,21 +81,24 @@ def test_a_peer_is_timed_beside_ours(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kda, "CASES", {"small": SMALL["small"]})
     monkeypatch.setattr(accuracy, "CASE", SMALL["small"])
     monkeypatch.setitem(kda.PEERS, "twice", Twice)
+    monkeypatch.setitem(kda.PEERS, "again", type("Again", (Twice,), {"name": "again"}))
     monkeypatch.setattr(bench, "ENOUGH", 0.0)
     monkeypatch.setitem(bench.LARGE, "cpu", (1 << 16, 64))
-    assert bench.main(["kda", "--peer", "twice", "--out", str(tmp_path)]) == 0
+    assert bench.main(["kda", "--peer", "twice", "again", "--out", str(tmp_path)]) == 0
     assert "twice, relative errors against float64" in capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    ours, theirs = rows[:2], rows[2:]
-    assert [(r["implementation"], r["direction"]) for r in theirs] == [
+    ours, theirs = rows[:2], rows[2:4]
+    assert [(r["implementation"], r["direction"]) for r in rows[2:]] == [
         ("twice", "forward"),
         ("twice", "both"),
+        ("again", "forward"),
+        ("again", "both"),
     ]
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["over_peer"] == pytest.approx(other["ms"] / mine["ms"])
         assert other["ms"] > 50
         assert (other["over_peer"], other["extra_gib"]) == (None, 1)
-    _, errors = [json.loads(line) for line in (tmp_path / "errors.jsonl").read_text().splitlines()]
+    _, errors, _ = [json.loads(line) for line in (tmp_path / "errors.jsonl").read_text().splitlines()]
     assert errors["implementation"] == "twice"
     assert errors["pooled"]["output"] < 1e-5  # the definition in float32, from what was rounded already
 
@@ -104,7 +107,7 @@ def test_a_peer_tunes_in_this_run(monkeypatch):
     """Not by what another left on disk, which may never have been timed, or on a busy card."""
     monkeypatch.setenv("FLA_CACHE_RESULTS", "1")
     with contextlib.suppress(ImportError):
-        kda.PEERS["fla"]()
+        kda.PEERS["fla_kept"]()
     assert os.environ["FLA_CACHE_RESULTS"] == "0"
 
 

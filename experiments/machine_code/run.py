@@ -28,7 +28,6 @@ from rich.table import Table
 
 from experiments.machine_code import driver, hazards
 from k3jax.train.rundir import environment
-from pallas_kernels.kda.mosaic_gpu.again import prepare_again
 from pallas_kernels.kda.mosaic_gpu.backward import backward
 from pallas_kernels.kda.mosaic_gpu.form import Finished, Raw
 from pallas_kernels.kda.mosaic_gpu.forward import Forward
@@ -169,7 +168,6 @@ def kernels(K: int, V: int, packed: bool) -> Iterator[tuple[str, Callable, tuple
     forms = {"": Raw(-5.0), " finished": Finished()}
     for of, form in forms.items():
         yield f"prepare{of}", partial(prepare, scale=scale, form=form), (x,)
-        yield f"prepare again{of}", partial(prepare_again, form=form), (x, p.solved)
     yield "outputs", lambda p, S: Forward("outputs")(p, S, row, None), (p, states(1))
     yield "states", lambda p, S: Forward("kept")(p, S, row, None), (p, states(1))
     yield "last state", lambda p, S: Forward("last")(p, S, Pieces(4, 0, 3), None), (p, states(3))

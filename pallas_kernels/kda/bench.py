@@ -1,6 +1,7 @@
 """What `python -m pallas_kernels.bench kda` times: `kda_gated` in bfloat16, float32 state, floor of -5."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -71,16 +72,17 @@ def work(case: Case) -> tuple[int, int]:
     return one, 3 * one
 
 
-def errors(implementations: Sequence[Implementation], peer: Any = None) -> dict[str, Errors]:
-    """Against the definition in float64, of ours and of another library's from the same inputs."""
+def errors(implementations: Sequence[Implementation], peers: Sequence[Any] = ()) -> dict[str, Errors]:
+    """Against the definition in float64, of ours and of other libraries' from the same inputs."""
 
     def program(implementation: Implementation) -> accuracy.Run:
         run = both(implementation, accuracy.CASE)
         return jax.jit(lambda inputs, cotangents: run(*inputs, cotangents=cotangents))
 
-    def theirs(inputs, cotangents):
+    def theirs(peer, inputs, cotangents):
         inputs = peer.inputs([np.asarray(x.astype(jnp.float32)) for x in inputs])
         return peer.numpy(peer.both(accuracy.CASE, inputs, cotangents)())
 
-    runs = {name: program(name) for name in implementations}
-    return accuracy.errors(runs if peer is None else runs | {peer.name: theirs}, program("reference"))
+    runs: dict[str, accuracy.Run] = {name: program(name) for name in implementations}
+    runs |= {peer.name: partial(theirs, peer) for peer in peers}
+    return accuracy.errors(runs, program("reference"))

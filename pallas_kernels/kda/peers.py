@@ -6,6 +6,7 @@ They need PyTorch with CUDA and a library of their own, which nothing else here 
 import importlib
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,15 @@ from pallas_kernels.kda.cases import Case
 class FlashLinearAttention:
     """`chunk_kda` of flash-linear-attention (Triton): gate, norms and beta inside, forward and backward.
 
+    Its backward pass makes w, u, decayed queries and keys, states and what was written again, or with `keep`
+    (its `disable_recompute`) has them from the forward pass. Ours keeps the first four.
+
     Raises:
       ImportError: it, or PyTorch with CUDA, is not installed.
     """
 
-    name = "fla"
-
-    def __init__(self):
+    def __init__(self, keep: bool = False):
+        self.name, self._keep = "fla_kept" if keep else "fla", keep
         os.environ["FLA_CACHE_RESULTS"] = "0"  # it tunes in this run, whatever an earlier one left on disk
         try:
             self._torch: Any = importlib.import_module("torch")
@@ -66,7 +69,7 @@ class FlashLinearAttention:
             return self._op(
                 *tokens, A_log=a_log, dt_bias=dt_bias.reshape(-1), output_final_state=True,
                 use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-                safe_gate=True, lower_bound=-5.0, **options,
+                safe_gate=True, lower_bound=-5.0, disable_recompute=self._keep, **options,
             )  # fmt: skip
 
         return run
@@ -120,4 +123,4 @@ def _leaves(tree: Any) -> list[Any]:
     return [y for x in tree for y in _leaves(x)] if isinstance(tree, tuple | list) else [tree]
 
 
-PEERS = {"fla": FlashLinearAttention}
+PEERS = {"fla": FlashLinearAttention, "fla_kept": partial(FlashLinearAttention, keep=True)}

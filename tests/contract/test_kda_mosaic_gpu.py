@@ -219,7 +219,7 @@ def gradients(args, segment_ids, cotangents, interpret=None):
     ],
 )
 def test_every_kernel_lowers(T, K, V, packed, kind):
-    """Two of the forward pass, and four of the backward pass, which prepares once more.
+    """Two of the forward pass, and three of the backward pass.
 
     Rows in pieces go through each piece for its transition and its own part first, backwards for the latter
     alone: the transition and the state before each piece are kept.
@@ -231,7 +231,7 @@ def test_every_kernel_lowers(T, K, V, packed, kind):
     with jax.sharding.use_abstract_mesh(abstract_hopper()):
         traced = jax.jit(gradients).trace(*abstract((args, ids, cotangents(args))))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == (6 if T < 4096 else 9)
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == (5 if T < 4096 else 8)
 
 
 @needs_new
@@ -250,17 +250,33 @@ def test_any_gate_runs_on_them(lower_bound, monkeypatch):
 
 
 @needs_new
-def test_the_model_gives_them_what_they_take(monkeypatch):
-    """Also where only the parameters' shapes are asked for: its layers work in bfloat16 throughout."""
+@pytest.mark.parametrize(("remat", "kernels"), [("none", 5), ("ops", 6)])
+def test_the_model_gives_them_what_they_take(remat, kernels, monkeypatch):
+    """Also where only the parameters' shapes are asked for: its layers work in bfloat16 throughout.
+
+    What `prepare` made is kept, or it runs once more: that alone of the forward pass, if outputs are kept.
+    """
     monkeypatch.setattr(api, "why_not", on(HOPPER))
     cfg = small().model
-    cfg = replace(cfg, dtype="bfloat16", linear=replace(cfg.linear, implementation="mosaic_gpu"))
+    linear = replace(cfg.linear, implementation="mosaic_gpu")
+    cfg = replace(cfg, dtype="bfloat16", linear=linear, remat=remat)
     abstract = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     with jax.sharding.use_abstract_mesh(abstract_hopper(MESH_AXES)):
-        loss = jax.jit(lambda params, batch: loss_sums(cfg, params, batch)[0].loss)
+        loss = jax.jit(jax.grad(lambda params, batch: loss_sums(cfg, params, batch)[0].loss))
         params = abstract(meta.unbox(shapes(cfg)))
         text = loss.trace(params, abstract(rows(small()))).lower(lowering_platforms=("cuda",)).as_text()
-    assert "stablehlo.custom_call @mosaic_gpu" in text
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == kernels
+
+
+@needs_new
+def test_under_a_checkpoint_only_inputs_are_kept():
+    args = inputs(Case(1, 256, 2, 64, 64))
+    run = lambda *x: mosaic_gpu.kda_gated(*x, None, 0.125, -5.0)
+    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    kept = lambda run: size(jax.eval_shape(lambda *x: jax.vjp(run, *x)[1], *args))
+    with jax.sharding.use_abstract_mesh(abstract_hopper()):
+        assert kept(jax.checkpoint(run)) <= size(args)
+        assert kept(run) > 1.5 * size(args)
 
 
 # ---- on the device ----

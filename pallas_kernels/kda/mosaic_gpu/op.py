@@ -5,7 +5,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda.mosaic_gpu.again import prepare_again
 from pallas_kernels.kda.mosaic_gpu.form import Finished, Form, Raw
 from pallas_kernels.kda.mosaic_gpu.gradients import gradients
 from pallas_kernels.kda.mosaic_gpu.prepare import CHUNKS, Inputs, prepare
@@ -81,16 +80,15 @@ def _forward(form: Form, given, S_BHKV, segment_ids, scale, interpret):
     o, S = outputs(p, before, interpret)
     T, (K, V) = given[0].shape[1], S_BHKV.shape[2:]
     values = o[:, :T, :, :V], S[:, :, :V, :K].transpose(0, 1, 3, 2)
-    return values, (given, S_BHKV, segment_ids, p.solved, before[:, :, 1:], transition)
+    return values, (given, S_BHKV, segment_ids, p, before[:, :, 1:], transition)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _backward(form: Form, scale, interpret, residuals, d_outputs):
-    given, S_BHKV, segment_ids, solved, others, transition = residuals
+    given, S_BHKV, segment_ids, p, others, transition = residuals
     do, dS_BHKV = d_outputs
     T, (K, V) = given[0].shape[1], S_BHKV.shape[2:]
     x = _inputs(form, given, segment_ids)
-    p = prepare_again(x, solved, form, interpret)
     do = pad(do, *x.v_BTHV.shape)
     kept = states(p, jnp.concatenate([_turned_state(S_BHKV)[:, :, None], others], 2), interpret)
     d = cotangents(p, do, _turned_state(dS_BHKV), transition, interpret)

@@ -81,17 +81,8 @@ class Inputs(NamedTuple):
         return _regained(self.beta_BHT, lax.reduce_precision(self.beta_BHT, 8, 7))
 
 
-class Solved(NamedTuple):
-    """What is kept of `Prepared` for the backward pass: what is small, and takes long to make."""
-
-    pair_BHNCC: jax.Array
-    whole_BHNK: jax.Array
-    inverse_BHNCC: jax.Array
-    norm_BHNXC: jax.Array
-
-
 class Prepared(NamedTuple):
-    """Of every chunk, in the letters of README.md."""
+    """Of every chunk, in the letters of README.md. The backward pass has it from the forward one."""
 
     read_BHNRK: jax.Array  # [2 x 64, K]: w above q_in
     out_BHNCK: jax.Array  # k_out
@@ -100,10 +91,6 @@ class Prepared(NamedTuple):
     whole_BHNK: jax.Array
     inverse_BHNCC: jax.Array  # T Diag(beta), of beta in bfloat16: the diagonal is that itself
     norm_BHNXC: jax.Array  # 1 / |q| (with the scale) and 1 / |k| of the rows
-
-    @property
-    def solved(self) -> Solved:
-        return Solved(self.pair_BHNCC, self.whole_BHNK, self.inverse_BHNCC, self.norm_BHNXC)
 
 
 class _Chunk(NamedTuple):

@@ -84,10 +84,18 @@ def expected(args, segment_ids, cots):
 
 
 # Operands are rounded to 8 bits, 2e-3 each: once or twice on the way to a value, up to four times on the way
-# to a gradient. Those of A_log and dt_bias are sums whose terms mostly cancel (one head's may be next to
-# nothing).
+# to a gradient. That of dt_bias is a sum whose terms mostly cancel.
 VALUES, GRADIENTS = 6e-3, 1e-2
-CANCELLING = {"a_log": 2e-2, "dt_bias": 2e-2}
+CANCELLING = {"dt_bias": 2e-2}
+
+
+def uncancelled(args, gradients):
+    """As many numbers as A_log's gradient has, as large as its sums are where their terms do not cancel.
+
+    Each is over all tokens and channels of a head. By chance it may come to next to nothing.
+    """
+    terms = dict(zip(accuracy.INPUTS, gradients, strict=True))["gate_logits"] * (args[3] + args[6])
+    return np.sqrt(np.sum(np.square(terms), (0, 1, 3)))
 
 
 def assert_close(actual, args, segment_ids, cots):
@@ -98,8 +106,11 @@ def assert_close(actual, args, segment_ids, cots):
     # Where the gate is flat, 0 is its gradient, and any rounding is more than that.
     flat = {"gate_logits", "a_log", "dt_bias"} if np.all(args[3] == 1e4) else set()
     for name, got, right in zip(INPUTS[op_of(args)], actual[1], wanted[1], strict=True):
-        if name not in flat:
-            assert_agree([got], [right], CANCELLING.get(name, GRADIENTS), [name])
+        if name in flat:
+            continue
+        if name == "a_log" and np.linalg.norm(size := uncancelled(args, wanted[1])) > np.linalg.norm(right):
+            got, right = size + (got - right), size
+        assert_agree([got], [right], CANCELLING.get(name, GRADIENTS), [name])
 
 
 SIZES = [2.0**-20, 2.0**13]  # of cotangents. Those of a mean over many tokens are small

@@ -72,7 +72,8 @@ def kda(
     S <- Diag(e^g) S;  S <- S + beta k (v - S^T k)^T;  o = scale S^T q, per head.
 
     Differentiable in query, key, value, log_decay, beta and initial_state; the final state takes a
-    cotangent. Any T >= 0, any K and V. Log-decays may be arbitrarily low.
+    cotangent. Any T >= 0, any K and V. Log-decays may be arbitrarily low. For the backward pass `xla` keeps
+    the inputs, `mosaic_gpu` also 1.3 times as much as these (K = V = 128), but under `jax.checkpoint`.
 
     Args:
       query, key: [B, T, H, K] float32, bfloat16 or float64; not normalised here.

@@ -90,10 +90,7 @@ CANCELLING = {"dt_bias": 2e-2}
 
 
 def uncancelled(args, gradients):
-    """As many numbers as A_log's gradient has, as large as its sums are where their terms do not cancel.
-
-    Each is over all tokens and channels of a head. By chance it may come to next to nothing.
-    """
+    """How large A_log's gradients are where their terms, one a token and channel, do not cancel by chance."""
     terms = dict(zip(accuracy.INPUTS, gradients, strict=True))["gate_logits"] * (args[3] + args[6])
     return np.sqrt(np.sum(np.square(terms), (0, 1, 3)))
 
